@@ -186,7 +186,7 @@ def test_a_client_that_is_away_for_some_rounds_does_not_change_the_optimum(round
     """It is the sum of x s divided by the sum of x^2."""
     fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)
     grid = Away(LocalGrid(fed.app(), 3), rounds)
-    result = strategy().start(grid, fed.arrays(), num_rounds=300)
+    result = strategy().start(grid, fed.arrays(), num_rounds=120)
     optimum = sum(x * s for x, s in THREE) / sum(x**2 for x, _ in THREE)
     assert unpack(result.arrays)["weight"].item() == pytest.approx(optimum, abs=1e-9)
 
@@ -479,7 +479,7 @@ def test_with_partial_participation_lost_replies_do_not_change_the_optimum(losin
     fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)
     grid = fed.grid()
     rule = kept(grid, fraction_train=0.67)
-    found = weights(models_of(fed, rule, 300, grid=losing(grid, {1, 2, 5, 6, 7, 40})))
+    found = weights(models_of(fed, rule, 120, grid=losing(grid, {1, 2, 5, 6, 7, 40})))
     assert found[-1] == pytest.approx(19.5 / 7.25, abs=1e-9)
 
 
@@ -507,7 +507,7 @@ def test_a_reply_that_the_bounds_refuse_does_not_change_the_optimum(flower_log: 
     fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)
     fed.model = Beside()
     grid = fed.grid()
-    found = weights(models_of(fed, kept(grid, bounds={"plausible": 9.0}), 300, grid=Implausible(grid, {2, 3, 7})))
+    found = weights(models_of(fed, kept(grid, bounds={"plausible": 9.0}), 120, grid=Implausible(grid, {2, 3, 7})))
     assert sum("further than plausible" in each.getMessage() for each in flower_log.records) == 3
     assert found[-1] == pytest.approx(19.5 / 7.25, abs=1e-9)
 
