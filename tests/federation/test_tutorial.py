@@ -13,6 +13,7 @@ from tests.support.pages import REWRITE, Page, differences, excerpt, printed
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plots")
 def test_the_tutorial_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -60,7 +60,7 @@ def _forks() -> subprocess.Popen[str]:
 
 
 def python(code: str, *words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """`python -c` in a process that has imported PyTorch and Flower already."""
+    """`python -c` in a process that has imported PyTorch and Flower already, and has no matplotlib."""
     with tempfile.TemporaryDirectory() as folder:
         output, error = Path(folder, "output"), Path(folder, "error")
         files = {"folder": str(cwd), "output": str(output), "error": str(error)}

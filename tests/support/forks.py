@@ -46,4 +46,5 @@ if __name__ == "__main__":
     os.environ.update(request["environment"])
     sys.argv = ["-c", *request["words"]]
     sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # as in undrawn.py
     exec(compile(request["code"], "<string>", "exec"), vars(sys.modules["__main__"]))
