@@ -261,10 +261,9 @@ def accepted(function: Make, offered: Tree) -> Draft:
 def takes(function: Callable[..., object], keyword: str) -> bool:
     """Whether the function can be called with this keyword, as far as its signature says."""
     signature = signature_of(function)
-    return signature is None or any(
-        parameter.kind is parameter.VAR_KEYWORD or parameter.name == keyword
-        for parameter in signature.parameters.values()
-    )
+    if signature is None or keyword in signature.parameters:
+        return True
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
 _signature = functools.lru_cache(inspect.signature)

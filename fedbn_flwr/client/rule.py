@@ -219,8 +219,8 @@ def rules_for(config: Config) -> list[type[ClientRule]]:
 
 def is_known(key: str) -> bool:
     """Whether clients support a config key, as far as this shows without importing more modules."""
-    known = {*protocol.RUN_KEYS, *BY_KEY, *extensions.declared("client_mods")}
-    return not key.startswith(protocol.PREFIX) or key in known
+    known = protocol.RUN_KEYS, BY_KEY, extensions.declared("client_mods")
+    return not key.startswith(protocol.PREFIX) or any(key in keys for keys in known)
 
 
 def in_order(rules: Iterable[type[ClientRule]]) -> list[type[ClientRule]]:

@@ -165,7 +165,7 @@ def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None 
 
 def values_problem(arrays: Arrays) -> str | None:
     """The reason why the values of `arrays` must not be aggregated, or None."""
-    return arrays_problem(arrays, arrays)
+    return arrays_problem(arrays, arrays) if arrays else None
 
 
 def are_alike(arrays: Arrays, like: Arrays) -> bool:

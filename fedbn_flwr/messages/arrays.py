@@ -195,7 +195,7 @@ def configs_in(content: RecordDict) -> dict[str, ConfigRecord]:
 
 def config_of(content: RecordDict) -> ConfigRecord:
     """The config of a message; empty if it has none."""
-    return next(iter(configs_in(content).values()), ConfigRecord())
+    return next(iter(configs_in(content).values()), None) or ConfigRecord()
 
 
 def pack(arrays: Arrays) -> FlowerRecord:

@@ -60,11 +60,11 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
     content = message.content
     if records is None:
         return Reply({}, metrics_of(content), {}, message)
-    extras = {key: unpack(record) for key, record in arrays_in(content).items() if key in records}
-    if name in content and (others := [key for key in arrays_in(content) if key not in {*records, name}]):
+    found = arrays_in(content)
+    extras = {key: unpack(found.pop(key)) for key in records if key in found}
+    if name in found and (others := [key for key in found if key != name]):
         log_once(f"the clients' record {shown(others[0])} is dropped: the strategy's traits.records don't declare it")
-    arrays = arrays_of({key: record for key, record in content.items() if key not in extras}, name)
-    return Reply(unpack(arrays), metrics_of(content), extras, message)
+    return Reply(unpack(arrays_of(found, name)), metrics_of(content), extras, message)
 
 
 def partition_of(content: RecordDict) -> int | None:
