@@ -21,12 +21,13 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
 from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_content
+from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
 from fedbn_flwr.norms.roles import Role, of_roles, roles
 
 from ._base import BaseStrategy
 from ._hooks import Json, Round, mean_is_enough
-from ._rule import NOISED, Rule, restore, state_of
+from ._rule import NOISED, Rule
 
 # Strategies whose result depends on the mean of the replies only.
 _MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
@@ -39,6 +40,7 @@ _BREAKS = (
     (NOISED, "mean", "clips the changes of the clients and adds noise"),
 )
 
+_Values = dict[str, "bytes | tuple[int, object]"]  # by attribute, see `_copied`
 _NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial, Strategy)
 
 
@@ -59,9 +61,9 @@ class Foreign(BaseStrategy, Rule):
         key = self.find_attribute("weighted_by_key")  # of a strategy derived from Flower's FedAvg
         self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
-        self._names = [{*_own(inner)} for inner in self.strategies()]
-        self._first: bytes | None = None  # the state that a run begins with, if it can be saved
-        self._last: list[dict[str, Any]] | None = None  # the attributes at the end of a run, if `start` began it
+        # The values with which a run began, and those at its end, which are unknown unless `start` began it.
+        self._at_start = self._values()
+        self._at_end: list[_Values] | None = self._at_start
         self.breaks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.breaks["known"] = "is not known to compute with nothing but the mean of the replies"
@@ -90,26 +92,26 @@ class Foreign(BaseStrategy, Rule):
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         """Also reset what an earlier run left in the strategy, such as moments, and begin a rule inside it.
 
-        What the user has set since then stays.
+        What the user has set since then stays, if `start` began that run. A value that cannot be saved has no copy, so
+        changes in place stay.
         """
         super().begin(num_rounds, arrays)
-        attributes = [_own(inner) for inner in self.strategies()]
-        new = [
-            {name: value for name, value in own.items() if name not in last or value is not last[name]}
-            for own, last in zip(attributes, self._last or attributes, strict=True)
-        ]
-        if self._first is not None:  # by copies, so not in a first run: a list among them may be the caller's
-            restore(self, self._first)
-        for own, values in zip(attributes, new, strict=True):
-            own.update(values)
-        self._last = None
-        with suppress(ValueError):  # it cannot be saved
-            self._first = state_of(self)
+        strategies, values = self.strategies(), self._values()
+        for strategy, now, first, last in zip(strategies, values, self._at_start, self._at_end or values, strict=True):
+            attributes = _attributes(strategy)
+            for name in {**first, **now}:
+                if last.get(name) != now.get(name):  # the user has set it
+                    continue
+                if name not in first:  # made in a run
+                    del attributes[name]
+                elif first[name] != now.get(name):
+                    attributes[name] = _restored(first[name])
+        self._at_start, self._at_end = self._values(), None
         if inner := next((inner for inner in self.strategies() if isinstance(inner, Rule)), None):
             inner.begin(num_rounds, arrays)
 
     def end(self) -> None:
-        self._last = [{**_own(inner)} for inner in self.strategies()]
+        self._at_end = self._values()
         for inner in self.strategies():
             if isinstance(inner, BaseStrategy):
                 inner.end()
@@ -213,20 +215,34 @@ class Foreign(BaseStrategy, Rule):
     def _state(self) -> object:
         """The attributes of the strategy and of those inside it; of rules among them, the memory."""
         return [
-            {name: value for name, value in _own(inner).items() if not isinstance(value, _NOT_SAVED)}
+            {name: value for name, value in _attributes(inner).items() if not isinstance(value, _NOT_SAVED)}
             for inner in self.strategies()
         ]
 
     def _load_state(self, values: Any) -> None:
-        for strategy, names, saved in zip(self.strategies(), self._names, values, strict=True):
-            own = _own(strategy)
-            for name in own.keys() - names - saved.keys():  # made in a run
-                del own[name]
-            own.update(saved)
+        for strategy, first, saved in zip(self.strategies(), self._at_start, values, strict=True):
+            attributes = _attributes(strategy)
+            for name in attributes.keys() - first.keys() - saved.keys():  # made in a run
+                del attributes[name]
+            attributes.update(saved)
+
+    def _values(self) -> list[_Values]:
+        return [{name: _copied(value) for name, value in _attributes(inner).items()} for inner in self.strategies()]
 
 
-def _own(strategy: Strategy) -> dict[str, Any]:
+def _attributes(strategy: Strategy) -> dict[str, Any]:
     return vars(strategy.memory if isinstance(strategy, Rule) else strategy)
+
+
+def _copied(value: object) -> bytes | tuple[int, object]:
+    """The bytes of a value or, if it cannot be saved, a pair that equals only that of the same object."""
+    with suppress(ValueError):
+        return dump([value])
+    return id(value), value
+
+
+def _restored(copied: bytes | tuple[int, object]) -> object:
+    return parse(copied, list)[0] if isinstance(copied, bytes) else copied[1]
 
 
 def as_rule(strategy: Strategy, seed: int | None = None) -> Rule:

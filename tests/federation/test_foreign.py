@@ -934,3 +934,40 @@ def test_what_the_user_sets_between_runs_stays(federation: Federations, make: An
         result = around.start(fed.grid(), whole(fed), num_rounds=1)
         expected = make(flower.FedAdam(eta=0.001)).start(fed.grid(), whole(fed), num_rounds=1)
         assert (theirs.eta, same(unpack(result.arrays), unpack(expected.arrays))) == (0.001, True)
+
+
+class Odd(flower.FedAdam):
+    """It has attributes that cannot be saved, and makes others in a run."""
+
+    def __init__(self) -> None:
+        super().__init__(eta=0.1)
+        self.path, self.lrs, self.made = Path("here"), [0.1, 0.2], None
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.lrs[1] /= 2
+        self.made = self.log = lambda: None
+        return super().aggregate_train(server_round, replies)
+
+
+def test_an_attribute_that_cannot_be_saved_does_not_prevent_the_reset(federation: Federations) -> None:
+    fed, theirs = federation((8, 12)), Odd()
+    around = FixBN(theirs, freeze=["affine"], freeze_round=1)
+    runs = []
+    for _ in range(2):
+        runs.append(unpack(around.start(fed.grid(), whole(fed), num_rounds=2).arrays))
+        assert (theirs.lrs, callable(theirs.made), hasattr(theirs, "log")) == ([0.1, 0.05], True, True)
+    assert same(*runs)
+    around.begin(1, whole(fed))
+    assert (theirs.path, theirs.lrs, theirs.made, hasattr(theirs, "log")) == (Path("here"), [0.1, 0.2], None, False)
+
+
+def test_what_the_user_changes_in_place_between_runs_stays(federation: Federations) -> None:
+    """Also after a value that cannot be saved."""
+    fed, theirs = federation((8, 12)), Odd()
+    around = FixBN(theirs, freeze=["affine"], freeze_round=1)
+    around.start(fed.grid(), whole(fed), num_rounds=1)
+    theirs.lrs[0], theirs.eta = 0.5, 0.001
+    for path in (Path("there"), Path("elsewhere")):
+        theirs.path = path
+        around.start(fed.grid(), whole(fed), num_rounds=1)
+        assert (theirs.path, theirs.lrs[0], theirs.eta) == (path, 0.5, 0.001)
