@@ -21,6 +21,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -64,7 +65,7 @@ class Question:
 class Traits:
     """The properties of a strategy that do not change during a run.
 
-    A class adds those that it declares to its base's, and a wrapper adds its own to those inside.
+    A class adds those that it declares to those of its bases, and a wrapper adds its own to those inside.
     """
 
     # What the clients' steps must be: "linear", so that the mean of their first steps is the step along the mean of
@@ -88,18 +89,19 @@ class Traits:
     measured: tuple[str, ...] = ()  # what each client measures on its data and sends once, in words
 
     def __or__(self, other: Traits) -> Traits:
+        texts = filter(None, [self.client_memory, other.client_memory])
         return Traits(
             steps=self.steps | other.steps,
-            client_memory=" and ".join(filter(None, [self.client_memory, other.client_memory])) or None,
+            client_memory=" and ".join(dict.fromkeys(" and ".join(texts).split(" and "))) or None,
             kept=self.kept | other.kept,
             returned=self.returned and other.returned,
             min_batch=max(self.min_batch, other.min_batch),
             records={**self.records, **other.records},
             pooled=self.pooled or other.pooled,
-            own_inputs=self.own_inputs + other.own_inputs,
+            own_inputs=(*dict.fromkeys(self.own_inputs + other.own_inputs),),
             own_models=self.own_models or other.own_models,
             compared=self.compared and other.compared,
-            measured=self.measured + other.measured,
+            measured=(*dict.fromkeys(self.measured + other.measured),),
         )
 
     @property
@@ -247,8 +249,8 @@ class Hooks(Strategy):
         super().__init_subclass__()
         if not isinstance(cls.traits, Traits):
             raise TypeError(f"{cls.__name__}.traits is a {type(cls.traits).__name__}; expected Traits(...)")
-        if "traits" in vars(cls):
-            cls.traits = super(cls, cls).traits | cls.traits  # type: ignore[misc]
+        declared = [vars(kind)["traits"] for kind in reversed(cls.__mro__) if "traits" in vars(kind)]
+        cls.traits = functools.reduce(operator.or_, declared)
         if "__init__" in vars(cls):
             cls.__init__ = _calling_super(cls, checked(cls.__init__))  # type: ignore[method-assign]
         _warn_of_misspelt_hooks(cls)

@@ -99,13 +99,14 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         self.kept = [kept] if isinstance(kept, str) else sorted(kept)
         if wrong := [name for name in self.kept if not name.strip() or "," in name]:
             raise SettingsError(f"kept has {wrong[0]!r}; expected names without commas, one for each entry of the list")
-        self.traits |= Traits(
+        self._declared = self.traits | Traits(
             pooled=statistics == "pooled",
             kept=frozenset({*self.kept, Role.COUNTER} if self.kept else ()),
             returned=global_kept == "average",
             client_memory="their own arrays" if self.kept else None,
             own_models=type(self).sent_to is not FedAvg.sent_to,
         )
+        self.traits = self._declared
         self.bounds = bounds if isinstance(bounds, InfluenceBounds | None) else part("bounds", "from_settings")(bounds)
         if self.bounds is not None:
             self.breaks = {**self.breaks, "mean": "compares the replies of single clients (bounds)"}
@@ -115,6 +116,8 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
+        if self.traits | self._declared != self.traits:
+            raise SettingsError(f"{self} has lost traits of its base; in __init__, write self.traits |= Traits(...)")
         if self.kept:
             self._check_kept(roles(arrays), self.traits.stays(arrays))
 

@@ -32,6 +32,7 @@ from fedbn_flwr.messages.reply import with_config
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.strategies import (
     HBN,
+    FedAP,
     FedAvg,
     FedBN,
     FedProx,
@@ -667,6 +668,36 @@ def test_the_traits_of_a_strategy_add_to_those_of_the_strategy_inside() -> None:
     drawn = FixBN(FedRDN(Scaffold()), freeze_round=1).traits
     assert drawn.client_memory == "their control variates and mean and deviation of their inputs"
     assert drawn.personalises
+
+
+class Both(FedBN, Scaffold):
+    """Two strategies in one."""
+
+
+def test_a_strategy_with_two_bases_has_the_traits_of_both(federation: Federations) -> None:
+    assert Both.traits.client_memory == "their control variates and their own batch norm"
+    assert (Both.traits.kept, Both.traits.records) == (FedBN.traits.kept, Scaffold.traits.records)
+    after(federation((8, 12)), Both(), 2)
+
+
+def test_traits_that_are_added_twice_count_once() -> None:
+    own = Traits(client_memory="their step sizes", own_inputs=("mine",))
+    again = type("Again", (FedAP,), {"traits": FedAP.traits | own}).traits
+    assert again == FedAP.traits | own
+    assert (again.measured, again.own_inputs) == (FedAP.traits.measured, ("mine",))
+    assert again.client_memory == "their own batch norm and their step sizes"
+    assert again | again == again
+
+
+@pytest.mark.parametrize("options", [{"kept": ["1"]}, {"statistics": "pooled"}, {}])
+def test_traits_that_a_constructor_replaces_are_an_error(options: Any, federation: Federations) -> None:
+    class Replaces(FedAvg if options else FedBN):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(**options)
+            self.traits = Traits(client_memory="their step sizes")
+
+    with pytest.raises(SettingsError, match=r"^Replaces has lost traits of its base; .* self.traits \|= Traits"):
+        after(federation((8, 12)), Replaces())
 
 
 @pytest.mark.parametrize(
