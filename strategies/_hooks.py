@@ -31,7 +31,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.declared import checked
-from fedbn_flwr.errors import SettingsError, log_once
+from fedbn_flwr.errors import RunFailed, SettingsError, log_once
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config as Config
 from fedbn_flwr.messages.reply import Reply
@@ -253,9 +253,18 @@ class Hooks(Strategy):
         cls.traits = functools.reduce(operator.or_, declared)
         if "__init__" in vars(cls):
             cls.__init__ = _calling_super(cls, checked(cls.__init__))  # type: ignore[method-assign]
+        for name, hook in [*vars(cls).items()]:
+            if name in _RETURNING and inspect.isfunction(hook):
+                setattr(cls, name, _returning(hook, f"{cls.__name__}.{name}"))
         _warn_of_misspelt_hooks(cls)
         if "Memory" in vars(cls) and "__dataclass_params__" not in vars(cls.Memory):  # the decorator may be left out
             cls.Memory = dataclass(cls.Memory)  # type: ignore[misc]
+        for base in cls.__bases__:
+            if issubclass(base, Hooks) and not issubclass(cls.Memory, base.Memory):
+                name = base.__name__
+                raise TypeError(
+                    f"{cls.__name__}.Memory lacks the state of {name}; write `class Memory({name}.Memory):`"
+                )
 
     def __str__(self) -> str:
         """The strategy's name in messages."""
@@ -270,6 +279,22 @@ def _calling_super(cls: type, init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **options)
         if "memory" not in vars(self):
             raise TypeError(f"{cls.__name__}.__init__ doesn't call super().__init__(**options)")
+
+    return call
+
+
+# Hooks that always return something; `combine` has an error of its own.
+_RETURNING = {"config", "records", "outgoing", "incoming", "accepted", "weights", "global_model", "notes"}
+
+
+def _returning(hook: Callable[..., object], name: str) -> Callable[..., object]:
+    """A hook that raises an error if it returns None."""
+
+    @functools.wraps(hook)
+    def call(*args: object, **options: object) -> object:
+        if (result := hook(*args, **options)) is None:
+            raise RunFailed(f"{name} returned None; end it with `return` and its result")
+        return result
 
     return call
 

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -670,6 +670,13 @@ def test_the_traits_of_a_strategy_add_to_those_of_the_strategy_inside() -> None:
     assert drawn.personalises
 
 
+def forgets(name: str) -> Any:
+    def hook(*args: Any) -> None:
+        getattr(FedAvg, name)(*args)
+
+    return hook
+
+
 class Both(FedBN, Scaffold):
     """Two strategies in one."""
 
@@ -729,6 +736,28 @@ def test_a_model_that_no_client_could_load_ends_the_run_by_the_rule_s_name(
         RunFailed, match=r"Misspelt made a model .*: it has '0\.wieght', which the clients' model lacks"
     ):
         after(fed, Misspelt())
+
+
+@pytest.mark.parametrize(
+    "name", ["config", "records", "outgoing", "incoming", "accepted", "weights", "global_model", "notes"]
+)
+def test_a_hook_that_forgets_to_return_is_named(name: str, federation: Federations) -> None:
+    fed, rule = federation((8, 12)), FixBN(type("Forgets", (FedAvg,), {name: forgets(name)})(), freeze_round=1)
+
+    def run() -> None:
+        rule.start(fed.grid(), fed.arrays(), num_rounds=1, evaluate_fn=lambda number, arrays: None)
+        rule.notes()
+
+    with pytest.raises(RunFailed, match=rf"^Forgets.{name} returned None; end it with `return` and its result$"):
+        run()
+
+
+def test_a_memory_without_the_state_of_its_base_is_an_error() -> None:
+    own = {"Memory": type("Memory", (), {"x": 0})}
+    with pytest.raises(TypeError, match=r"^Mine.Memory lacks .* of FedAvg; write `class Memory\(FedAvg.Memory\):`$"):
+        type("Mine", (FedAvg,), own)
+    with pytest.raises(TypeError, match=r"^Mine.Memory lacks the state of Scaffold; write"):
+        type("Mine", (FedBN, Scaffold), {"Memory": dataclass(type("Memory", (FedAvg.Memory,), {}))})
 
 
 def test_a_memory_needs_no_decorator(federation: Federations) -> None:
