@@ -197,7 +197,7 @@ class Hooks(Strategy):
         return {}
 
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages to the clients, which may be changed."""
+        """The messages to the clients, which may be changed but not left out."""
         return messages
 
     def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
