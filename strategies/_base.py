@@ -50,7 +50,7 @@ class BaseStrategy(Hooks):
 
     def __init__(self) -> None:
         self.memory, self.chain, self.base = self.Memory(), (self,), self
-        self._unnumbered = set[int]()  # see `Roster`
+        self._unnumbered = set[int]()  # the nodes that have reported that they have no partition; not saved
         # Who is asked in this round, and what became of those asked in the last round and the last evaluation.
         self.asked, self.training, self.evaluation = Asked(), Attendance(), Attendance()
 
@@ -100,7 +100,10 @@ class BaseStrategy(Hooks):
         return messages
 
     def usable_replies(self, chain: Sequence[Hooks], round: Round, messages: Sequence[Message]) -> Sequence[Reply]:
-        """The replies that every rule of the chain can use."""
+        """The replies that every rule of the chain can use, with updates clipped by the bounds.
+
+        Each reply is checked by itself, and then against the others.
+        """
         sent, traits = unpack(round.arrays), chain[0].traits
         screening = Screening(messages, self.arrayrecord_key, traits.records)
         screening.check(lambda reply: self.form_problem(round, reply, sent))
@@ -149,8 +152,9 @@ class BaseStrategy(Hooks):
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         key = self.weighted_by_key
-        known = self.weighs or not any(number_problem(reply.metrics, key) for reply in replies)
-        weights = [float(reply.metrics[key]) for reply in replies] if known else []
+        if not self.weighs and any(number_problem(reply.metrics, key) for reply in replies):
+            return [1.0] * len(replies)
+        weights = [float(reply.metrics[key]) for reply in replies]
         return weights if self.weighs or any(weights) else [1.0] * len(replies)
 
     def bound_weights(self, what: str, weights: list[float]) -> list[float]:

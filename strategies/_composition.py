@@ -5,7 +5,7 @@ names those that it needs, and may invent others:
 
 - `inside`: it may be inside another rule. A rule that breaks this hides the replies of single clients from everybody.
 - `mean`: the mean of the replies is enough for it, together with the number of clients.
-- `known`: it is known to use only the mean, and does not need one reply per client either.
+- `known`: it is known to work when the server has the mean of the replies, and not one reply per client.
 - `statistics`: the statistics of its model are means of the clients' statistics.
 - `pooled`: a rule around it may combine the clients' statistics in another way.
 - `weights`: it reports the weights of its mean.
