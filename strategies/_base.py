@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
@@ -13,11 +13,11 @@ from flwr.app import ArrayRecord, Message, MetricRecord
 
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, absurd, are_alike, initial_problem, is_finite
+from fedbn_flwr.messages.aggregate import Arrays, absurd, are_alike, arrays_problem, initial_problem, is_finite
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import Reply, number_problem
-from fedbn_flwr.messages.votes import metric_problems, record_problems
+from fedbn_flwr.messages.votes import arrays_problems, metric_problems, record_problems
 from fedbn_flwr.norms.roles import Role, roles, split
 
 from ._bounds import InfluenceBounds
@@ -188,6 +188,35 @@ class BaseStrategy(Hooks):
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         """The metrics of training, over all clients."""
+
+    # --- a query of clients ---
+
+    def answers_to(
+        self,
+        round: Round,
+        what: str,
+        queries: Sequence[Message],
+        asked: Asked,
+        problem: Callable[[Reply], str | None],
+        before: Sequence[Arrays] = (),
+    ) -> tuple[Attendance, list[Reply]]:
+        """Send queries, and return who has answered and the usable answers; for `what` and `asked` see `Roster.admit`.
+
+        Answers are also compared with one another and with those `before`: they must have the same form, and must be
+        neither absurd nor outside of the bounds.
+        """
+        screening = Screening(
+            gate(round.grid.send_and_receive(queries, timeout=self.reply_timeout)), self.arrayrecord_key
+        )
+        screening.check(lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or problem(reply))
+        screening.leave_out(metric_problems(screening.usable))
+        if before:
+            screening.check(lambda reply: arrays_problem(reply.arrays, before[0]))
+        else:
+            screening.leave_out(arrays_problems(screening.usable, {}))
+        keys = [*next((reply.arrays for reply in screening.usable.values()), {})]
+        screening.leave_out(self.outliers(screening.usable, {}, keys, before))
+        return self.roster.attendance(what, asked, screening)
 
     # --- an evaluation ---
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -10,15 +10,13 @@ from flwr.serverapp import Grid
 from fedbn_flwr.engines.base import wait_for_nodes
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.reply import Reply, number_problem, partition_of
-from fedbn_flwr.messages.votes import arrays_problems, metric_problems
+from fedbn_flwr.messages.reply import partition_of
 
 from ._base import BaseStrategy
 from ._hooks import Question, Round
-from ._roster import Asked, Attendance, Screening
+from ._roster import Asked
 
 
 def connected(base: BaseStrategy, grid: Grid, needed: int = 0) -> list[int]:
@@ -49,37 +47,11 @@ def ask(base: BaseStrategy, round: Round, question: Question) -> None:
     queries = [Message(content, node, protocol.MEASURE_QUERY) for node in left]
     what, before = f"round {round.number}, measurement", [*answers.values()]
     # No answer is required: others may come later.
-    attendance, replies = answers_to(
-        base, round, what, queries, Asked(), lambda reply: question.problem(reply.arrays), before
+    attendance, replies = base.answers_to(
+        round, what, queries, Asked(), lambda reply: question.problem(reply.arrays), before
     )
     for reply in replies:
         answers[roster.client(reply.message.metadata.src_node_id)] = reply.arrays
     if not answers:
         listed = "".join(f"\n  - {reason}" for reason in attendance.left_out) or " nobody answered in time"
         raise RunFailed(f"{what}: no client sent {question.what}:{listed}")
-
-
-def answers_to(
-    base: BaseStrategy,
-    round: Round,
-    what: str,
-    queries: Sequence[Message],
-    asked: Asked,
-    problem: Callable[[Reply], str | None],
-    before: Sequence[Arrays] = (),
-) -> tuple[Attendance, list[Reply]]:
-    """Send queries, and return who has answered them and the usable answers; for `what` and `asked` see `Roster.admit`.
-
-    Answers are also compared with one another and with those `before`: they must have the same form, and must be
-    neither absurd nor outside of the bounds.
-    """
-    screening = Screening(gate(round.grid.send_and_receive(queries, timeout=base.reply_timeout)), base.arrayrecord_key)
-    screening.check(lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or problem(reply))
-    screening.leave_out(metric_problems(screening.usable))
-    if before:
-        screening.check(lambda reply: arrays_problem(reply.arrays, before[0]))
-    else:
-        screening.leave_out(arrays_problems(screening.usable, {}))
-    keys = [*next((reply.arrays for reply in screening.usable.values()), {})]
-    screening.leave_out(base.outliers(screening.usable, {}, keys, before))
-    return base.roster.attendance(what, asked, screening)

@@ -22,7 +22,7 @@ from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import NORM_STATE, roles
 
 from ._hooks import Round
-from ._questions import answers_to, connected
+from ._questions import connected
 from .fedavg import FedAvg
 
 
@@ -69,6 +69,6 @@ def with_queried(
         wrong = [key for key in reply.arrays if role_of[key] not in NORM_STATE]
         return f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
 
-    _, replies = answers_to(rule, round, what, queries, asked, problem)
+    _, replies = rule.answers_to(round, what, queries, asked, problem)
     weights = rule.bound_weights(what, [float(reply.metrics[protocol.NUM_EXAMPLES]) for reply in replies])
     return record_of({**round.arrays, **pack(mean((reply.arrays for reply in replies), weights))})
