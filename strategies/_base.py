@@ -37,7 +37,7 @@ class BaseStrategy(Hooks):
 
     memory: Memory
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
-    weighs: bool = True  # whether replies must have this metric
+    needs_weights: bool = True  # whether replies must have this metric
     arrayrecord_key: str = "arrays"
     configrecord_key: str = "config"
     bounds: InfluenceBounds | None = None
@@ -152,10 +152,10 @@ class BaseStrategy(Hooks):
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         key = self.weighted_by_key
-        if not self.weighs and any(number_problem(reply.metrics, key) for reply in replies):
+        if not self.needs_weights and any(number_problem(reply.metrics, key) for reply in replies):
             return [1.0] * len(replies)
         weights = [float(reply.metrics[key]) for reply in replies]
-        return weights if self.weighs or any(weights) else [1.0] * len(replies)
+        return weights if self.needs_weights or any(weights) else [1.0] * len(replies)
 
     def bound_weights(self, what: str, weights: list[float]) -> list[float]:
         """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
@@ -228,7 +228,7 @@ class BaseStrategy(Hooks):
         # A key of training, such as its loss, is missing here; examples weight then. Most replies decide, not one.
         known = [self.weighted_by_key in reply.metrics for reply in screening.usable.values()]
         key = self.weighted_by_key if 2 * sum(known) > len(known) else protocol.NUM_EXAMPLES
-        if self.weighs:
+        if self.needs_weights:
             screening.check(lambda reply: number_problem(reply.metrics, key))
         screening.leave_out(metric_problems(screening.usable))
         # Without messages nobody was asked, so no reply is required: a missing evaluation must not end the run.

@@ -59,7 +59,7 @@ class Foreign(BaseStrategy, Rule):
         super().__init__()
         self.strategy, self.seed = strategy, seed
         key = self.find_attribute("weighted_by_key")  # of a strategy derived from Flower's FedAvg
-        self.weighs, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
+        self.needs_weights, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
         # The values with which a run began, and those at its end, which are unknown unless `start` began it.
         self._at_start = self._values()
@@ -144,14 +144,14 @@ class Foreign(BaseStrategy, Rule):
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
         form = arrays_problem(reply.arrays, sent) if round.hidden else None  # `MeanStatistics` needs all arrays
-        if not self.weighs:
+        if not self.needs_weights:
             return form
         keys = filter(None, (self.weighted_by_key, self.find_attribute("train_loss_key")))  # QFedAvg's weights
         problems = (number_problem(reply.metrics, key) for key in keys)
         return next(filter(None, problems), None) or form or overflow(reply.arrays, sent)
 
     def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
-        if not self.weighs:
+        if not self.needs_weights:
             return {}
         weights = {node: reply.metrics[self.weighted_by_key] for node, reply in replies.items()}
         # Krum may choose a reply without examples, and would divide by their sum.
@@ -193,7 +193,7 @@ class Foreign(BaseStrategy, Rule):
 
     def mean_evaluation(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         messages = [reply.message for reply in replies]
-        if self.weighs:
+        if self.needs_weights:
             metrics = [MetricRecord({**reply.metrics, self.weighted_by_key: reply.metrics[key]}) for reply in replies]
             messages = [
                 with_content(message, RecordDict({**configs_in(message.content), "metrics": numbers}))

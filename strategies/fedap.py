@@ -156,12 +156,12 @@ class FedAPClient(ClientRule):
         received, model = local.records[MODEL], copy.deepcopy(local.model).eval()
         model.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in received.items()}, strict=False)
         device = next(model.parameters()).device
-        of_batches, sizes = [], []
+        batch_statistics, sizes = [], []
         for inputs, _ in local.epoch(MEASURING):
             with MomentRecorder(model) as moments:
                 model(map_tensors(lambda tensor: tensor.to(device), inputs))
-            of_batches.append(copied(moments.statistics()))
+            batch_statistics.append(copied(moments.statistics()))
             sizes.append(float(count(inputs)))
-        measured = pooled_mean(of_batches, sizes)
+        measured = pooled_mean(batch_statistics, sizes)
         statistics = of_roles(received, {Role.STATISTICS})
         return {key: cast(measured.get(key, value), value.dtype) for key, value in statistics.items()}

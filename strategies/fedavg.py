@@ -129,8 +129,8 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
                 f"kept has {missing[0]!r}, and the model has no such arrays; its layers are {few(layers, 20)}. "
                 f"Expected their names, patterns ('layer*'), 'last' for the last one, or roles ({', '.join(Role)})"
             )
-        of_norm = [key for key, role in role_of.items() if role is Role.STATISTICS and is_variance(key)]
-        if half := [key for key in of_norm if (key in stays) != (mean_of(key) in stays)]:
+        variances = [key for key, role in role_of.items() if role is Role.STATISTICS and is_variance(key)]
+        if half := [key for key in variances if (key in stays) != (mean_of(key) in stays)]:
             found = f"one of {mean_of(half[0])!r} and {half[0]!r}"
             raise SettingsError(f"kept is {self.kept}, which has {found}; keep both or none")
         if len(stays) == len(role_of):

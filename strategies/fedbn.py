@@ -32,9 +32,9 @@ class LocalNorm(FedAvg):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        of_norm = type(self).traits.kept & {Role.AFFINE, Role.STATISTICS}
-        words = " and ".join(sorted(of_norm))
-        require_norm(self, {*map(Role, of_norm)}, arrays, f"keeps batch norm ({words}) on the clients")
+        norm_roles = type(self).traits.kept & {Role.AFFINE, Role.STATISTICS}
+        words = " and ".join(sorted(norm_roles))
+        require_norm(self, {*map(Role, norm_roles)}, arrays, f"keeps batch norm ({words}) on the clients")
 
     def notes(self) -> Json:
         return {**super().notes(), "global_norm": self.global_norm}

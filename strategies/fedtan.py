@@ -105,7 +105,7 @@ class FedTAN(FedAvg):
 
     def with_exchanges(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         """The train messages: the exchanges come before them or, over streams, while clients handle them."""
-        self._carrier = None  # that of a skipped round has not ended
+        self._carrier = None  # in a skipped round, `incoming` was not called
         if not messages or Role.STATISTICS in frozen_roles(round.config):
             return messages
         continued = capabilities(round.grid).continue_parked if self.direct else None

@@ -43,7 +43,7 @@ from fedbn_flwr.norms.variants import HybridBatchNorm
 
 from ._hooks import Config, Json, Round, Traits
 from .fedavg import FedAvg
-from .heterobn import with_queried
+from .heterobn import with_measured_statistics
 
 HYBRID = "fedbn.hybrid"
 
@@ -115,7 +115,7 @@ class HBN(FedAvg):
         return model
 
     def global_model(self, round: Round) -> ArrayRecord:
-        return with_queried(self, round, pooled_mean) if self.statistics == "query" else round.arrays
+        return with_measured_statistics(self, round, pooled_mean) if self.statistics == "query" else round.arrays
 
     def notes(self) -> Json:
         return {**super().notes(), "refresh": self.refresh, "measure": self.measure}

@@ -54,10 +54,10 @@ class HeteroBN(FedAvg):
         """The global model, unless "batch" with statistics that all clients measure on their data."""
         if self.statistics == "batch":
             return round.arrays
-        return with_queried(self, round, weighted_mean if self.statistics == "query" else pooled_mean)
+        return with_measured_statistics(self, round, weighted_mean if self.statistics == "query" else pooled_mean)
 
 
-def with_queried(
+def with_measured_statistics(
     rule: FedAvg, round: Round, mean: Callable[[Iterable[Arrays], Sequence[float]], Arrays]
 ) -> ArrayRecord:
     """The global model with the mean of the statistics that all clients measure on their data under it."""
