@@ -158,7 +158,10 @@ class ClientRule:
         return loss
 
     def begin(self, w: Tensors) -> Memo:
-        """What the rule remembers of the received parameters until the end of the round."""
+        """What the rule remembers of the received parameters until the end of the round.
+
+        It must not change them; a rule that does sets `trains_alone`.
+        """
         return {}
 
     def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:

@@ -27,7 +27,7 @@ from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
 from .optimizers import LocalOptimizer, OptimizerSpec, make_optimizer
-from .rule import Batch, ClientRule, Gradient, Loss, Memo
+from .rule import Batch, ClientRule, Gradient, Loss, Memo, Tensors
 
 Forward = Callable[[nn.Module, Value, Value, Loss], Tensor]  # (model, inputs, targets, loss): returns the loss
 
@@ -268,7 +268,15 @@ def _loss_with_rules(loss_fn: Loss, rules: Sequence[ClientRule], inputs: Value) 
 
 @torch.no_grad()
 def _memos(training: Training) -> list[Memo]:
-    return [rule.begin(training.optimizer.parameters) for rule in training.rules]
+    return [begun(rule, training.optimizer.parameters) for rule in training.rules]
+
+
+def begun(rule: ClientRule, w: Tensors) -> Memo:
+    """What the rule's `begin` returns; TypeError if it is no memo."""
+    memo = rule.begin(w)
+    if not isinstance(memo, Mapping):
+        raise TypeError(f"{type(rule).__name__}.begin returned {memo!r}; expected a dict, which may be empty")
+    return memo
 
 
 @torch.no_grad()

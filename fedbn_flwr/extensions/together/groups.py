@@ -21,7 +21,7 @@ from fedbn_flwr import seeding
 from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.optimizers import SGD
 from fedbn_flwr.client.rule import ClientRule, Memo, Tensors
-from fedbn_flwr.client.training import Trained, Training, backpropagate
+from fedbn_flwr.client.training import Trained, Training, backpropagate, begun
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
 from fedbn_flwr.models.tensors import identity
@@ -34,6 +34,7 @@ from .trace import Computation, Network, network_of
 from .waiting import Waiting, leave_alone
 
 MOMENTUM = "momentum_buffer"
+_DRAWS = "a client rule or the loss draws random numbers; set `trains_alone` in such a rule"
 AskRows = Callable[[Mapping["Row", Contribution]], Agreement]  # exchanges the contributions of all rows
 
 
@@ -86,7 +87,7 @@ class Row(Waiting):
     def begin(self) -> None:
         """Begin the client rules and the momentum; if the first step exchanges, after its exchanges."""
         training = self.training
-        self.memos = [rule.begin(training.optimizer.parameters) for rule in training.rules]
+        self.memos = [begun(rule, training.optimizer.parameters) for rule in training.rules]
         state, self.momentum = training.optimizer.torch.state, {}
         if training.optimizer.torch.param_groups[0]["momentum"]:
             for name, parameter in training.optimizer.parameters.items():
@@ -107,7 +108,11 @@ def row_of(training: Training) -> Row | str:
     if isinstance(network := network_for(training), str):
         return network
     with seeding.streams(training.seed, training.device):
-        training.batches = batches = list(training.batches)
+        return _loaded(training, network)
+
+
+def _loaded(training: Training, network: Network) -> Row | str:
+    training.batches = batches = list(training.batches)
     kinds = set(map(type, itertools.chain.from_iterable(batches)))
     if not kinds or not all(issubclass(kind, Tensor) for kind in kinds):
         return "it has no batches, or their inputs or targets are several tensors"
@@ -119,9 +124,10 @@ def row_of(training: Training) -> Row | str:
     row = Row(training, network, {name: tensor.clone() for name, tensor in network.tensors().items()}, batches)
     if isinstance(step := training.first_step, LayerwiseStep):
         check_batch(len(batches[0][0]), min_batch=step.min_batch, own_min_batch=step.own_min_batch)
-    else:
-        row.begin()
-    return row
+        return row
+    before = training.rules and seeding.drawn(training.device)
+    row.begin()
+    return _DRAWS if before and seeding.drawn(training.device) != before else row
 
 
 def network_for(training: Training) -> Network | str:
@@ -150,7 +156,7 @@ def network_for(training: Training) -> Network | str:
 
 
 def train_rows(rows: Sequence[Row]) -> None:
-    """Train the rows, all of one kind at once; a row that is alone of its kind trains in `finished`."""
+    """Train the rows, all of one kind at once; the only row of a kind trains in `finished`."""
     groups: dict[Hashable, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.kind, []).append(row)
@@ -184,6 +190,18 @@ class _Group:
 
     @torch.no_grad()
     def train(self, ask: AskRows | None = None) -> None:
+        """Train the rows, unless random numbers are drawn, which must depend on each client alone."""
+        with seeding.preserve_rng():
+            before = seeding.drawn(self.training.device)
+            self._train(ask)
+            if seeding.drawn(self.training.device) != before:
+                raise NotImplementedError(_DRAWS)
+        for place, (row, total) in enumerate(zip(self.rows, self.total.tolist(), strict=True)):
+            row.tensors, row.momentum = _at(place, self.tensors), _at(place, self.momentum)
+            memos = [_memo_at(place, memo) for memo in self.memos]
+            row.trained = Trained(total / row.examples, row.shapes[0][0][0], len(row.batches), memos)
+
+    def _train(self, ask: AskRows | None) -> None:
         gradients = None if ask is None else self._exchanged(ask)
         self.momentum = _stacked([row.momentum for row in self.rows])
         of_rules = zip(*(row.memos for row in self.rows), strict=True)  # of each rule, the memos of all rows
@@ -196,10 +214,6 @@ class _Group:
         with frozen_norm(self.training.model, frozen) if frozen else nullcontext():
             while steps := self._next():
                 self._run(*steps)
-        for place, (row, total) in enumerate(zip(self.rows, self.total.tolist(), strict=True)):
-            row.tensors, row.momentum = _at(place, self.tensors), _at(place, self.momentum)
-            memos = [_memo_at(place, memo) for memo in self.memos]
-            row.trained = Trained(total / row.examples, row.shapes[0][0][0], len(row.batches), memos)
 
     def _next(self) -> tuple[slice, int] | None:
         """The rows to train next (as many as possible with batches of one shape), and the number of steps."""

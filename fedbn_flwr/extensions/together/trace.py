@@ -168,7 +168,7 @@ class Computation:
 
         values     0: x               1: first(0)    2: norm(1)    3: 0 + 2
         needed     (constant input)   False          True          True       whether arguments need gradients
-        left       {0: d}             {0: d, 1: d}   {0: d, 2: d}  {3: d}     gradients of values, not yet used
+        unused     {0: d}             {0: d, 1: d}   {0: d, 2: d}  {3: d}     gradients of values, not yet used
 
     `depending` has the values that depend on tensors: 1, 2 and 3.
     """
@@ -205,13 +205,13 @@ class Computation:
         return values[self._result], functools.partial(self._gradients, backwards)
 
     def _gradients(self, backwards: Sequence[Backward], of_outputs: Tensor) -> dict[str, Tensor]:
-        left: dict[int, Tensor] = {self._result: of_outputs}  # gradients of values
+        unused: dict[int, Tensor] = {self._result: of_outputs}  # gradients of values
         by_layer: dict[str, Tensors] = {}  # gradients of tensors
         for place in range(len(backwards), 0, -1):
-            if place in left:
+            if place in unused:
                 operation, _, needed = self._layers[place - 1]
-                of_inputs, by_layer[operation.name] = backwards[place - 1](left.pop(place), needed)
+                of_inputs, by_layer[operation.name] = backwards[place - 1](unused.pop(place), needed)
                 for value, gradient in zip(operation.arguments, of_inputs, strict=False):
                     if gradient is not None:  # constants have none
-                        left[value] = left[value] + gradient if value in left else gradient
+                        unused[value] = unused[value] + gradient if value in unused else gradient
         return {key: by_layer[name][part] for key, name, part in self._names if part in by_layer.get(name, ())}

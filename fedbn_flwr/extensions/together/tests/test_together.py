@@ -25,7 +25,7 @@ from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.optimizers import make_optimizer
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
 from fedbn_flwr.client.training import Trained, Training, train
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.extensions.together import nested
 from fedbn_flwr.extensions.together.groups import Row, row_of, train_rows
 from fedbn_flwr.extensions.together.nested import TogetherPool
@@ -334,6 +334,81 @@ def test_rules_for_each_client_have_their_own_numbers(federation: Federations, g
     for key in expected[-1]:
         np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
     assert 4 in groups
+
+
+class DrawingClient(ClientRule):
+    """A rule that draws random numbers in the hook that its key names."""
+
+    keys: ClassVar[dict[str, Key]] = {"test.drawing": Key("string", "a test's key")}
+
+    def begin(self, w: Tensors) -> Memo:
+        in_begin = self.local.config["test.drawing"] == "begin"
+        return {"noise": {name: torch.randn_like(each) for name, each in w.items()}} if in_begin else {}
+
+    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
+        for name, gradient in g.items():
+            if self.local.config["test.drawing"] == "adjust":
+                gradient.add_(random.random() + torch.randn_like(gradient))
+            elif "noise" in memo:
+                gradient.add_(memo["noise"][name])
+
+
+class Drawing(Wrapper):
+    def __init__(self, strategy: Any, hook: str) -> None:
+        super().__init__(strategy)
+        self.hook = hook
+
+    def config(self, round: Round) -> Config:
+        return {"test.drawing": self.hook}
+
+
+def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs + torch.randn_like(outputs), targets)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (lambda: Drawing(FedAvg(), "begin"), None),
+        (lambda: Drawing(FedAvg(), "adjust"), None),
+        (lambda: Drawing(FedTAN(min_batch=1), "begin"), None),
+        (lambda: Drawing(FedTAN(min_batch=1), "adjust"), None),
+        (FedAvg, noisy),
+    ],
+    ids=["begin", "adjust", "begin in FedTAN", "adjust in FedTAN", "loss"],
+)
+def test_clients_that_draw_random_numbers_in_training_do_so_alone(
+    make: Callable[[], Any], loss: Any, federation: Federations
+) -> None:
+    fed = federation((12, 8, 8), model=mlp, dtype=torch.float64, loss=loss)
+    expected, after = models_of(fed, make(), 2), []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        found = models_of(fed, make(), 2, grid=fed.grid(pool=partial(CohortPool, most=3)))
+        for key in expected[-1]:
+            np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
+        after.append((random.random(), torch.rand(1).item()))
+    assert after[0] != after[1]
+
+
+def test_a_begin_without_a_memo_is_an_error_of_each_client(federation: Federations) -> None:
+    class NoMemoClient(ClientRule):
+        keys: ClassVar[dict[str, Key]] = {"test.no-memo": Key("true", "a test's key")}
+
+        def begin(self, w: Tensors) -> Memo:
+            return None  # type: ignore[return-value]
+
+    class NoMemo(FedAvg):
+        def config(self, round: Round) -> Config:
+            return {"test.no-memo": True}
+
+    fed = federation((12, 8, 8), model=mlp)
+    for pool in ({}, {"pool": partial(TogetherPool, most=3)}):
+        with pytest.raises(RunFailed) as error:
+            NoMemo().start(fed.grid(**pool), fed.arrays(), num_rounds=1)
+        problem = "NoMemoClient.begin returned None; expected a dict, which may be empty"
+        assert str(error.value).count(problem) == 3
 
 
 class LastGradientClient(ClientRule):
