@@ -300,12 +300,14 @@ def evaluate(
     was_training = model.training
     model.eval()
     total, numbers, examples = torch.zeros((), dtype=torch.float64, device=device), 0, 0
-    for outputs, targets in map_batches(outputs_of, model, itertools.chain([first], batches), threads):
-        counts = measurement.add(outputs, targets)
-        number = count(targets) if counts is None or own.form != "classes" else counts[0]
-        total += loss_fn(outputs, targets).double() * number
-        numbers, examples = numbers + number, examples + count(targets)
-    model.train(was_training)
+    try:
+        for outputs, targets in map_batches(outputs_of, model, itertools.chain([first], batches), threads):
+            counts = measurement.add(outputs, targets)
+            number = count(targets) if counts is None or own.form != "classes" else counts[0]
+            total += loss_fn(outputs, targets).double() * number
+            numbers, examples = numbers + number, examples + count(targets)
+    finally:
+        model.train(was_training)
     if not numbers:
         ignored = f"all pixels of the examples have the label {IGNORED}, which is left out"
         raise ValueError(ignored if examples else "there are no examples to evaluate on")

@@ -122,6 +122,9 @@ class ClientRule:
             ours = _OURS.get(key, "").rpartition(".")[2]  # without the package, which has two names in a checkout
             if ours not in ("", f"{cls.__module__.rpartition('.')[2]}:{cls.__qualname__}"):
                 raise TypeError(f"{cls.__name__} has the key {key!r} of {_OURS[key]}; give it a key of its own")
+            other = BY_KEY.get(key)
+            if isinstance(other, type) and other.__qualname__ != cls.__qualname__:  # else the same class, imported anew
+                raise TypeError(f"{cls.__name__} has the key {key!r} of {other.__name__}; give it a key of its own")
         BY_KEY.update(dict.fromkeys(own, cls))
 
     def __init__(self, local: LocalRound) -> None:

@@ -891,6 +891,16 @@ def test_a_client_rule_does_not_take_over_a_key_of_the_library(base: type) -> No
     assert rule_of("proximal-mu").__name__ == "FedProxClient"
 
 
+def test_two_client_rules_have_no_key_in_common() -> None:
+    own = {"keys": {"test.common": Key("a number", "for this test")}}
+    first = type("First", (ClientRule,), own)
+    with pytest.raises(TypeError, match=r"Second has the key 'test.common' of First; give it a key of its own"):
+        type("Second", (ClientRule,), own)
+    assert rule_of("test.common") is first
+    again = type("First", (ClientRule,), own)  # as if its module was imported anew
+    assert rule_of("test.common") is again
+
+
 class ForgetsACombine(BaseStrategy, Rule):  # type: ignore[misc]
     def train_messages(self, round: Any) -> Any:
         return []

@@ -87,6 +87,13 @@ class Given(nn.Module):
         return x
 
 
+def test_after_an_error_in_an_evaluation_the_model_is_in_its_mode_again() -> None:
+    model = Given().train()
+    with pytest.raises(ValueError, match="batch_size"):
+        evaluate(model, [examples((0, 1)), (torch.ones(2, 4), torch.ones(3).long())], F.cross_entropy, CPU)
+    assert model.training
+
+
 @pytest.mark.parametrize("size", [7, 60])
 def test_an_evaluation_reports_them_over_all_batches(size: int) -> None:
     logits, targets = examples((0, 1, 2, 3))
