@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import suppress
-from types import NoneType
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,44 +27,6 @@ _SENT = {
     torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8,
     torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64,
 }  # fmt: skip
-
-
-def plain_attributes(model: nn.Module) -> Hashable:
-    """The types of all modules, with their attributes that are numbers, texts or None, such as modes and options."""
-    plain = (bool, int, float, str, NoneType)
-    return tuple(
-        (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
-        for module in model.modules()
-    )
-
-
-def hook_places(model: nn.Module) -> list[Mapping[int, object]]:
-    """Where the hooks of the modules are."""
-    return [
-        place
-        for m in model.modules()
-        for place in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    ]
-
-
-def hooks_of(parameter: Tensor) -> list[object]:
-    """The hooks of a parameter."""
-    places = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    return [hook for place in places for hook in (place or {}).values()]
-
-
-def identity(function: object) -> Hashable:
-    """A key for a function, equal for partial objects of different clients with equal options."""
-    if isinstance(function, functools.partial):
-        key: Hashable = (function.func, function.args, *function.keywords.items())
-        with suppress(TypeError):  # an option may be a list
-            hash(key)
-            return key
-    with suppress(TypeError):  # it may have no weak reference or no hash
-        key = weakref.ref(function)  # since it may hold the model
-        hash(key)
-        return key
-    return function.__call__  # type: ignore[operator, no-any-return]  # bound methods are compared by identity
 
 
 def sent_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -117,6 +76,7 @@ def check_tensors(model: nn.Module) -> None:
 
 
 # For each model the client that used it last, and its run. Without an entry, no client needs the model's values.
+# Global, since two `ModelTensors` may have one model.
 _users: WeakKeyDictionary[nn.Module, tuple[int, str | None]] = WeakKeyDictionary()
 
 
@@ -181,7 +141,7 @@ class ModelTensors:
             self.model.train()
 
     def _now(self, keys: Collection[str]) -> list[Tensor]:
-        """The tensors with these keys."""
+        """The tensors with these keys. First, buffers that a pass has assigned anew get their old places back."""
         for key, buffer in self._buffers.items():
             table, name = self._places[key]
             now = table[name]

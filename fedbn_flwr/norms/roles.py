@@ -81,10 +81,10 @@ def _places(key: str) -> Iterator[tuple[str, str]]:
     `bn.weight_orig` and `bn.weight_g` after pruning and weight norm.
     """
     layer, dot, name = key.rpartition(".")
-    found = [(layer + dot, name), (layer + dot, name.partition("_")[0])]
+    places = [(layer + dot, name), (layer + dot, name.partition("_")[0])]
     if computed := _COMPUTED.fullmatch(key):
-        found.append((computed[1], computed[2]))
-    return (place for place in found if place[1] in _ROLES)
+        places.append((computed[1], computed[2]))
+    return (place for place in places if place[1] in _ROLES)
 
 
 def key_of(layer: str, name: str) -> str:

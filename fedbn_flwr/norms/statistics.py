@@ -37,13 +37,13 @@ def reestimate(
     model.eval()
     layers = batch_norms(model, "a measurement of statistics")
     names = {layer: name for name, layer in reversed(layers.items())}  # a layer that is used twice: its first name
-    found = threading.local()  # the moments of this thread's batch
+    thread = threading.local()  # its `moments` are those of this thread's batch
     dtypes: dict[str, torch.dtype] = {}  # of the values
 
     def measure(name: str, layer: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
         values = _values_of(layer, args, kwargs)
         dtypes[name] = values.dtype
-        found.moments.append((name, values.numel() // values.shape[1], *_moments(values)))
+        thread.moments.append((name, values.numel() // values.shape[1], *_moments(values)))
 
     for layer, name in names.items():
         layer.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
@@ -52,9 +52,9 @@ def reestimate(
 
     @torch.no_grad()  # a setting of the thread
     def moments_of(model: nn.Module, batch: Batch) -> list[tuple[str, int, torch.Tensor, torch.Tensor]]:
-        found.moments = []
+        thread.moments = []
         model(map_tensors(lambda inputs: inputs.to(device), batch[0]))
-        return list(found.moments)
+        return list(thread.moments)
 
     # For each layer that the model uses, by its first name and in float64: the sum of the weights, and the weighted
     # sums of means, variances and squared means.
@@ -124,12 +124,12 @@ class MomentRecorder:
         self._sums[layer] = self._sums[layer].add_(terms) if layer in self._sums else terms
 
     def statistics(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        statistics: dict[str, torch.Tensor] = {}
         for name, layer in self._layers.items():
             if layer in self._sums:
                 count, var, mean = self._sums[layer]
-                found |= {key_of(name, VARIANCE): var / count, key_of(name, MEAN): mean / count}
-        return found
+                statistics |= {key_of(name, VARIANCE): var / count, key_of(name, MEAN): mean / count}
+        return statistics
 
 
 @contextmanager

@@ -44,11 +44,11 @@ def real_values(input: Tensor, mask: Tensor | None = None) -> Tensor:
 
 def at_real_positions(function: Callable[[Tensor], Tensor], input: Tensor, mask: Tensor | None = None) -> Tensor:
     """Apply `function` to the values at real positions; the result is zero elsewhere. Without a mask, to all values."""
-    found = function(real_values(input, mask))
+    values = function(real_values(input, mask))
     if mask is None:
-        return found
-    places = found.new_zeros([*mask.shape, found.shape[1]])
-    return places.index_put((mask,), found).transpose(1, 2)
+        return values
+    places = values.new_zeros([*mask.shape, values.shape[1]])
+    return places.index_put((mask,), values).transpose(1, 2)
 
 
 class AnyBatchNorm(_BatchNorm):

@@ -54,10 +54,10 @@ _Multiple = Annotated[
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a round's messages ask clients for."""
+class _Release:
+    """What the clients of a round release."""
 
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # that were asked
     keys: tuple[str, ...]  # of the arrays that clients send
     parts: KeysByPart  # what is released
     cost: float  # 1 / noise^2, of weights and statistics together
@@ -138,16 +138,16 @@ class Private(Wrapper):
         self.delta, self.noise_seed, self.metrics = float(delta), noise_seed, metrics
         # A round that is repeated after a stop counts as another release, unless its noise is the same.
         self.promised = ("total", "releases") if noise_seed is None else ()
-        self._asked: _Asked | None = None
+        self._release: _Release | None = None
 
     # --- the hooks ---
 
     def problem(self, round: Round, reply: Reply) -> str | None:
         """Strategies of Flower only compare the replies' arrays with each other."""
-        return None if self._asked is None else arrays_problem(reply.arrays, unpack(round.arrays), self._asked.keys)
+        return None if self._release is None else arrays_problem(reply.arrays, unpack(round.arrays), self._release.keys)
 
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
-        self._asked = None
+        self._release = None
         if not messages:
             return messages
         content, arrays = messages[0].content, round.arrays  # the messages of a round are equal
@@ -158,18 +158,18 @@ class Private(Wrapper):
         nodes = tuple(message.metadata.dst_node_id for message in messages)
         # Without noise the report has no epsilon.
         cost = math.fsum(1 / self.noises[part] ** 2 for part, some in parts.items() if some and self.noises[part])
-        self._asked = _Asked(nodes, keys, parts, cost)
+        self._release = _Release(nodes, keys, parts, cost)
         self.memory.total += cost
         self.memory.releases += 1
         return messages
 
     def accepted(self, round: Round, replies: Sequence[Reply]) -> list[Reply]:
         """From every client the private mean, with the weight 1."""
-        asked, before = self._asked, unpack(round.arrays)
-        assert asked is not None
-        self._charge(asked)
-        mean = {**before, **applied(asked.parts, self._mean(round.number, asked, before, replies), before)}
-        arrays = {key: mean[key] for key in asked.keys}
+        release, before = self._release, unpack(round.arrays)
+        assert release is not None
+        self._charge(release)
+        mean = {**before, **applied(release.parts, self._mean(round.number, release, before, replies), before)}
+        arrays = {key: mean[key] for key in release.keys}
         return [self._shown(reply, arrays) for reply in replies]
 
     def notes(self) -> Json:
@@ -193,27 +193,27 @@ class Private(Wrapper):
 
     # --- privacy ---
 
-    def _mean(self, server_round: int, asked: _Asked, before: Arrays, replies: Sequence[Reply]) -> Change:
+    def _mean(self, server_round: int, release: _Release, before: Arrays, replies: Sequence[Reply]) -> Change:
         """The mean change, with noise."""
-        total = change_of(asked.parts, before, before)  # zeros
+        total = change_of(release.parts, before, before)  # zeros
         for reply in replies:
-            for part, change in change_of(asked.parts, before, reply.arrays).items():
+            for part, change in change_of(release.parts, before, reply.arrays).items():
                 total[part] = total[part] + clipped(change, self.clips[part])
         mean = {}
         for part, value in total.items():
             fixed = None if self.noise_seed is None else seeding.seed_for(self.noise_seed, part, server_round)
             noise = gaussian(value.size, self.noises[part] * self.clips[part], fixed)
-            mean[part] = (value + noise) / len(asked.nodes)
+            mean[part] = (value + noise) / len(release.nodes)
         return mean
 
-    def _charge(self, asked: _Asked) -> None:
+    def _charge(self, release: _Release) -> None:
         """Charge a round to the clients that were asked, if all are known; otherwise it counts for every client."""
         memory = self.memory
         known = self.base.roster.partitions
-        if known.keys() >= {*asked.nodes}:
-            memory.known += asked.cost
-            for partition in {known[node] for node in asked.nodes}:
-                memory.spent[partition] = memory.spent.get(partition, 0.0) + asked.cost
+        if known.keys() >= {*release.nodes}:
+            memory.known += release.cost
+            for partition in {known[node] for node in release.nodes}:
+                memory.spent[partition] = memory.spent.get(partition, 0.0) + release.cost
 
     def _report(self) -> Json:
         memory = self.memory

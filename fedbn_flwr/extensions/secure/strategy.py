@@ -211,13 +211,13 @@ class MaskedRound:
 
     def means(self, replies: Iterable[Message], whole: Arrays) -> list[Message]:
         """The mean reply from each client in the sum, and errors from the others; `whole` is the global model."""
-        found, sums, errors = self._open(replies)
+        usable, sums, errors = self._open(replies)
         like = {(name, key): whole.get(key, value) for (name, key), value in sums.items()}
-        means = self._fixed.means(sums, self._fixed.kinds(like), len(found))
+        means = self._fixed.means(sums, self._fixed.kinds(like), len(usable))
         # Counts and weights are also means, so that they add up to the total.
         metrics = MetricRecord({key: float(mean) for (name, key), mean in means.items() if name == TOTALS})
         weight: Any = metrics[self.rule.base.weighted_by_key]
-        error = self._fixed.resolution("statistics") / (weight * len(found) or 1)
+        error = self._fixed.resolution("statistics") / (weight * len(usable) or 1)
         content = RecordDict({"arrays": pack({}), "metrics": metrics})
         for name in sorted({name for name, _ in sums} - {TOTALS}):
             mean = {key: means[name, key] for key in whole if (name, key) in means}
@@ -225,7 +225,7 @@ class MaskedRound:
                 mean = self._model(mean, error)
             content[name] = pack({key: cast(value, whole[key].dtype) for key, value in mean.items()})
         return [
-            *(with_content(message, RecordDict({**configs_in(message.content), **content})) for message in found),
+            *(with_content(message, RecordDict({**configs_in(message.content), **content})) for message in usable),
             *errors,
         ]
 
@@ -250,10 +250,10 @@ class MaskedRound:
         """The usable replies in the order of nodes, their sum, and errors for the other nodes."""
         arrived = sorted(gate(replies), key=_node_of)
         errors = self._failed + [reply for reply in arrived if reply.has_error()]
-        found = {
+        usable = {
             _node_of(reply): reply for reply in arrived if not reply.has_error() and _node_of(reply) in self._peers
         }
-        values = {node: client.values_in(reply.content) for node, reply in found.items()}
+        values = {node: client.values_in(reply.content) for node, reply in usable.items()}
         forms = {
             node: frozenset((place, value.dtype.str, value.shape) for place, value in of_node.items())
             for node, of_node in values.items()
@@ -266,15 +266,15 @@ class MaskedRound:
             odd = min(most ^ forms[node], key=str)[0]
             errors.append(
                 refusal(
-                    found.pop(node), f"its {odd} differs from most clients' (missing, or of another shape or dtype)"
+                    usable.pop(node), f"its {odd} differs from most clients' (missing, or of another shape or dtype)"
                 )
             )
         reasons = {_node_of(error): reason_of(error) for error in errors}
-        self._check_threshold("masked replies", len(found), len(self._peers), reasons)
-        like = values[next(iter(found))]
-        total: Array = sum((to_vector(values[node]) for node in found), np.zeros(1, np.uint64))
-        self._unmask(total, list(found))
-        return list(found.values()), from_vector(total, like), errors
+        self._check_threshold("masked replies", len(usable), len(self._peers), reasons)
+        like = values[next(iter(usable))]
+        total: Array = sum((to_vector(values[node]) for node in usable), np.zeros(1, np.uint64))
+        self._unmask(total, list(usable))
+        return list(usable.values()), from_vector(total, like), errors
 
     def _unmask(self, total: Array, survivors: Sequence[int]) -> None:
         """Remove all masks from the sum of the survivors, with secrets that they reveal."""
@@ -298,12 +298,12 @@ class MaskedRound:
                 sealed = self._shares[sender][place, SEALED_BYTES * which : SEALED_BYTES * (which + 1)]
                 if (share := unseal(key.tobytes(), sealed.tobytes())) is not None:
                     shares[sender, which][1 + place] = int.from_bytes(share, "little")
-        found = {}
+        secrets = {}
         for (node, which), some in shares.items():
-            found[node, which] = join(dict(list(some.items())[: self.threshold]))
-            if len(some) < self.threshold or public_key(found[node, which]) != self._public(node, which):
+            secrets[node, which] = join(dict(list(some.items())[: self.threshold]))
+            if len(some) < self.threshold or public_key(secrets[node, which]) != self._public(node, which):
                 raise NotOpened("the shares of a client's secret do not give it")
-        return found
+        return secrets
 
     def _public(self, node: int, which: int) -> bytes:
         return bytes(self._keys[node][0, key_of(which)])
@@ -315,7 +315,7 @@ class MaskedRound:
         """
         sent = RecordDict({"config": ConfigRecord({**self._config, client.STAGE: stage}), "secure": pack(arrays)})
         messages = [Message(RecordDict({**sent}), node, client.QUERY) for node in nodes]
-        found: dict[int, Array] = {}
+        answers: dict[int, Array] = {}
         reasons = dict.fromkeys(nodes, f"it did not answer in {self.rule.timeout:g} s")
         for reply in gate(self.grid.send_and_receive(messages, timeout=self.rule.timeout)):
             node = _node_of(reply)
@@ -328,24 +328,24 @@ class MaskedRound:
             elif stage == "keys" and not all(is_usable(key.tobytes()) for key in value.reshape(-1, KEY_BYTES)):
                 reasons[node] = "with one of its public keys no client can agree on a secret"
             else:
-                found[node] = value
+                answers[node] = value
                 del reasons[node]
-        self._check_threshold(f"stage {stage}", len(found), len(nodes), reasons)
+        self._check_threshold(f"stage {stage}", len(answers), len(nodes), reasons)
         for node, reason in reasons.items():
             LOG.warning("%s, secure aggregation, stage %s: without node %d: %s", self._what, stage, node, reason)
             if stage != "unmask":
                 asked = Message(RecordDict(), node, client.QUERY)  # an error as if it were the node's
                 self._failed.append(Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=asked))
-        return found
+        return answers
 
-    def _check_threshold(self, stage: str, found: int, asked: int, reasons: Mapping[int, str]) -> None:
-        if found >= self.threshold:
+    def _check_threshold(self, stage: str, answered: int, asked: int, reasons: Mapping[int, str]) -> None:
+        if answered >= self.threshold:
             return
         listed = "".join(f"\n  - node {node}: {reason}" for node, reason in reasons.items())
         if stage == "stage keys":
             listed += "\nonly clients served by fedbn_flwr.client_app can take part"
         raise RunFailed(
-            f"{self._what}, secure aggregation, {stage}: {found} of {asked} clients answered, {self.threshold} are "
+            f"{self._what}, secure aggregation, {stage}: {answered} of {asked} clients answered, {self.threshold} are "
             f"needed to open a sum:{listed or ' no reply'}"
         )
 

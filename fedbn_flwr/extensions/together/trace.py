@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import Tensors
-from fedbn_flwr.models.tensors import hook_places, hooks_of, places_of, plain_attributes
+from fedbn_flwr.models.passes import hook_places, hooks_of, plain_attributes
+from fedbn_flwr.models.tensors import places_of
 
 from .gradients import LAYERS, RELU, Backward, Layer
 

@@ -1,0 +1,49 @@
+"""What decides what a pass computes, besides the values of tensors."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from types import NoneType
+
+from torch import Tensor, nn
+
+
+def plain_attributes(model: nn.Module) -> Hashable:
+    """The types of all modules, with their attributes that are numbers, texts or None, such as modes and options."""
+    plain = (bool, int, float, str, NoneType)
+    return tuple(
+        (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
+        for module in model.modules()
+    )
+
+
+def hook_places(model: nn.Module) -> list[Mapping[int, object]]:
+    """Where the hooks of the modules are."""
+    return [
+        place
+        for m in model.modules()
+        for place in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    ]
+
+
+def hooks_of(parameter: Tensor) -> list[object]:
+    """The hooks of a parameter."""
+    places = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    return [hook for place in places for hook in (place or {}).values()]
+
+
+def identity(function: object) -> Hashable:
+    """A key for a function, equal for partial objects of different clients with equal options."""
+    if isinstance(function, functools.partial):
+        key: Hashable = (function.func, function.args, *function.keywords.items())
+        with suppress(TypeError):  # an option may be a list
+            hash(key)
+            return key
+    with suppress(TypeError):  # it may have no weak reference or no hash
+        key = weakref.ref(function)  # since it may hold the model
+        hash(key)
+        return key
+    return function.__call__  # type: ignore[operator, no-any-return]  # bound methods are compared by identity
