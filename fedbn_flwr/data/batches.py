@@ -71,11 +71,11 @@ def own_augmentation(name: str, **options: object) -> Augmentation:
     """
     key = "data.augment"
     function = named.with_options(key, name, options)
-    of_batches = named.accepted(function, {"generator": None})
+    takes_batches = named.accepted(function, {"generator": None})
 
     def augment(images: Tensor, targets: Value, generator: torch.Generator) -> tuple[Tensor, Value]:
         try:
-            if of_batches:
+            if takes_batches:
                 new = function(images, generator=generator)
             else:
                 seed = int(torch.randint(2**62, (), generator=generator))

@@ -87,7 +87,7 @@ def _means(arrays: Sequence[Sequence[Array]], weights: Sequence[float], total: f
     values are summed as differences from the values with the largest weight, since a float64 sum would round equal
     values.
     """
-    of_most = max(range(len(weights)), key=weights.__getitem__)
+    largest = max(range(len(weights)), key=weights.__getitem__)
     means = [np.empty(values[0].size, values[0].dtype) for values in arrays]
     pieces = (
         (values, mean, slice(begin, begin + _PIECE))
@@ -98,7 +98,7 @@ def _means(arrays: Sequence[Sequence[Array]], weights: Sequence[float], total: f
     def set_means(pieces: Iterable[tuple[Sequence[Array], Array, slice]]) -> None:
         scratch = np.empty(_PIECE)
         for values, mean, place in pieces:
-            start = values[of_most][place] if mean.dtype.itemsize > 4 else None
+            start = values[largest][place] if mean.dtype.itemsize > 4 else None
             summed = np.zeros(mean[place].size)
             row = scratch[: summed.size]
             for value, weight in zip(values, weights, strict=True):  # while the sum is in the cache

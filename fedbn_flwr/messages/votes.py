@@ -98,9 +98,9 @@ def arrays_problems(replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str
         return tuple(sorted((key, value.dtype.str, value.shape) for key, value in values.items()))
 
     forms = {node: form(reply.arrays) for node, reply in replies.items()}
-    votes, of_sent = Counter(forms.values()), form(sent)
+    votes, sent_form = Counter(forms.values()), form(sent)
     most = max(
-        votes, key=lambda candidate: (votes[candidate], candidate == of_sent, len(candidate), candidate), default=()
+        votes, key=lambda candidate: (votes[candidate], candidate == sent_form, len(candidate), candidate), default=()
     )
     like = next((reply.arrays for node, reply in replies.items() if forms[node] == most), {})
     return {
