@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import map_tensors
 from fedbn_flwr.client.training import Training, steps
-from fedbn_flwr.models.passes import plain_attributes
+from fedbn_flwr.models.identity import plain_attributes
 
 from .waiting import Waiting, leave_alone
 

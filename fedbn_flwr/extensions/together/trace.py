@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import Tensors
-from fedbn_flwr.models.passes import hook_places, hooks_of, plain_attributes
+from fedbn_flwr.models.identity import hook_places, hooks_of, plain_attributes
 from fedbn_flwr.models.tensors import places_of
 
 from .gradients import LAYERS, RELU, Backward, Layer

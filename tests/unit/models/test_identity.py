@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.models.passes import identity
+from fedbn_flwr.models.identity import identity
 
 
 @dataclass
