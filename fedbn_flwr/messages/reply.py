@@ -60,11 +60,11 @@ def read_reply(message: Message, name: str = "arrays", records: Collection[str] 
     content = message.content
     if records is None:
         return Reply({}, metrics_of(content), {}, message)
-    found = arrays_in(content)
-    extras = {key: unpack(found.pop(key)) for key in records if key in found}
-    if name in found and (others := [key for key in found if key != name]):
+    arrays = arrays_in(content)
+    extras = {key: unpack(arrays.pop(key)) for key in records if key in arrays}
+    if name in arrays and (others := [key for key in arrays if key != name]):
         log_once(f"the clients' record {shown(others[0])} is dropped: the strategy's traits.records don't declare it")
-    return Reply(unpack(arrays_of(found, name)), metrics_of(content), extras, message)
+    return Reply(unpack(arrays_of(arrays, name)), metrics_of(content), extras, message)
 
 
 def partition_of(content: RecordDict) -> int | None:

@@ -125,9 +125,9 @@ def _loaded(training: Training, network: Network) -> Row | str:
     if isinstance(step := training.first_step, LayerwiseStep):
         check_batch(len(batches[0][0]), min_batch=step.min_batch, own_min_batch=step.own_min_batch)
         return row
-    before = training.rules and seeding.drawn(training.device)
+    before = seeding.drawn(training.device) if training.rules else None  # without rules nothing draws
     row.begin()
-    return _DRAWS if before and seeding.drawn(training.device) != before else row
+    return _DRAWS if training.rules and seeding.drawn(training.device) != before else row
 
 
 def network_for(training: Training) -> Network | str:
