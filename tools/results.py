@@ -270,6 +270,8 @@ def verdict(expects: str, found: Sequence[Difference]) -> str:
     as_expected = [(each.test.difference > 0) == (expects == "above") for each in found]
     significant = [each.p < 0.05 for each in found]
     signs = {*itertools.compress(as_expected, significant)}
+    if expects == "mixed":
+        return "supported" if signs == {True, False} else "not settled"
     if signs == {True} and all(significant):
         return "supported"
     return "contradicted" if signs == {False} else "not settled"

@@ -198,6 +198,8 @@ def test_the_verdict_on_a_claim() -> None:
     assert results.verdict("above", [difference(4, 6, 0.01, pairs=2)]) == "not settled", "too few seeds"
     assert results.verdict("equal", [difference(-1, 1.5, 0.9)]) == "supported"
     assert results.verdict("equal", [difference(-1, 2.5, 0.9)]) == "not settled"
+    assert results.verdict("mixed", [above, open_, below]) == "supported"
+    assert results.verdict("mixed", [above, open_]) == "not settled"
 
 
 def test_the_page_of_claims_counts_them() -> None:
