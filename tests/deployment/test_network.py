@@ -109,6 +109,12 @@ def test_only_the_proxy_is_published_beyond_loopback() -> None:
     }
 
 
+def test_the_exchange_service_is_published_without_the_port_for_runs() -> None:
+    services = read_compose({"EXCHANGE_BIND": "0.0.0.0"})["services"]
+    assert services["superexec-serverapp"]["ports"] == ["0.0.0.0:8001:8001"]
+    assert services["superlink"]["ports"] == ["127.0.0.1:8000:8000"]
+
+
 @pytest.mark.parametrize("sites", [3, 5])
 def test_a_site_is_checked_in_a_container_like_its_app_s(sites: int, five_sites: Path) -> None:
     """With the user, the limits, the data and the state of the app, and the key and the network of the node."""
