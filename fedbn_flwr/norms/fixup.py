@@ -15,6 +15,7 @@ no bias before the stem's convolution, whose input is the image.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -37,12 +38,13 @@ class ResidualBlock(nn.Module):
 
 def residual_blocks(model: nn.Module, kind: str) -> dict[str, Layer]:
     """The blocks of a residual network by name, for a norm of this kind; SettingsError if it has none."""
-    from torchvision.models.resnet import BasicBlock, Bottleneck
-
+    # Not imported here, which takes seconds: a model with torchvision's blocks has imported them.
+    resnet: Any = sys.modules.get("torchvision.models.resnet")
+    known = (resnet.BasicBlock, resnet.Bottleneck) if resnet else ()
     blocks = {
         name: module
         for name, module in model.named_modules()
-        if type(module) in (BasicBlock, Bottleneck) or isinstance(module, ResidualBlock)
+        if type(module) in known or isinstance(module, ResidualBlock)
     }
     if not blocks:
         raise SettingsError(

@@ -13,7 +13,7 @@ from tests.support.command import PATIENCE, environment
 OTHERS = 110
 
 LIBRARIES = "import torch, flwr.app, flwr.clientapp, flwr.serverapp"
-EXPERIMENT = "{clients: 2, rounds: 1, model: {name: resnet20}, train: {steps: 1}, engine: {workers: 0}}"
+EXPERIMENT = "{clients: 2, rounds: 1, model: {name: resnet20, norm: fixup}, train: {steps: 1}, engine: {workers: 0}}"
 
 # What a first round must not need: each takes a tenth of a second or more.
 HEAVY = {
