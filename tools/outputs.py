@@ -58,7 +58,8 @@ def short(value: float) -> str:
 
 
 OVERHEAD = {
-    "speed.txt": ".",
+    "speed.txt": "^(?!mean)",
+    "aggregation.txt": "mean",
     "performance.txt": "10,000 registered",
     "start.txt": "fedbn|importing",
 }  # of each file these
