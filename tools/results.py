@@ -288,7 +288,7 @@ def claims() -> Table:
             found = [every[comparison] for comparison in chosen]
             known = dict.fromkeys(f"{each.published:.1f}" for each in found if each.published is not None)
             done = "supported" if "counted" in claim else verdict(claim.get("expects", "above"), found)
-            if "instead" in claim:  # other data than the paper's can't decide on its claim
+            if "instead" in claim:  # other data or another network can't decide on its claim
                 done = "supported on other data" if done == "supported" else "not settled"
             ours, seeds = claim.get("counted", ""), ""
             if found:

@@ -256,10 +256,10 @@ def keep_freed_memory() -> None:
     """Make malloc keep freed memory for the next arrays, except blocks of more than 32 MiB (glibc only).
 
     Otherwise a model's arrays are returned to the system after each message, and allocating them again page by page
-    takes longer than filling them. Larger blocks would leave holes that nothing else fills, and a client that has them
-    trains for so long that their pages don't count; 32 MiB is glibc's own limit, too. Threads share the main thread's memory, because malloc returns a thread's own memory
-    at once, and a layer-wise round runs in a thread. The settings apply to the whole process, so only the processes of
-    a run may call this.
+    takes longer than filling them. With larger blocks the process would grow: smaller arrays go into the hole that one
+    leaves, and the next one no longer fits. glibc's own limit is 32 MiB, too. Threads share the main thread's memory,
+    because malloc returns a thread's own memory at once, and a layer-wise round runs in a thread. The settings apply to
+    the whole process, so only the processes of a run may call this.
     """
     with contextlib.suppress(OSError, AttributeError):
         malloc = ctypes.CDLL(None).mallopt
