@@ -57,6 +57,7 @@ def here(folder: Path, **changes: float) -> None:
         server.app(grid, Context(1, 0, {}, RecordDict(), config))
 
 
+@pytest.mark.slow
 def test_the_guide_shows_what_the_example_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(EXAMPLE, tmp_path / "app"))
     here(folder)

@@ -27,6 +27,7 @@ from safetensors.numpy import load_file
 
 from tests.support.certificates import write_certificate
 from tests.support.command import PATIENCE, fedbn
+from tests.support.marks import slow_except
 from tests.support.network import (
     COMPOSE,
     KEYS,
@@ -423,6 +424,7 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
 
 
 @needs_tools
+@pytest.mark.slow
 def test_the_check_of_keys_names_those_that_containers_cannot_read(tmp_path: Path) -> None:
     """A key copied from a server where root made it has the mode 600, but another owner."""
     keys = tmp_path / "keys"
@@ -439,7 +441,7 @@ def test_the_check_of_keys_names_those_that_containers_cannot_read(tmp_path: Pat
 
 
 @needs_tools
-@pytest.mark.parametrize("mode", ["--check", "--add"])
+@pytest.mark.parametrize("mode", slow_except({"--check"}, ["--check", "--add"]))
 def test_keys_that_others_can_read_are_refused(mode: str, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     assert make_keys(keys, "--nodes", "2").returncode == 0

@@ -27,6 +27,7 @@ def test_the_wheel_has_one_top_level_name(wheel: Path) -> None:
     assert {"fedbn_flwr/apps/experiments/demo.yaml", "fedbn_flwr/apps/experiments/fixbn/table4.yaml"} <= set(names)
 
 
+@pytest.mark.slow
 def test_package_indices_accept_the_wheel_and_the_source(wheel: Path, tmp_path: Path) -> None:
     run(str(UV), "build", "--sdist", "--out-dir", tmp_path, ROOT, cwd=tmp_path)
     (source,) = tmp_path.glob("*.tar.gz")

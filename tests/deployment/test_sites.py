@@ -392,7 +392,9 @@ PERSONAL: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "strategy", PERSONAL, ids=lambda spec: " of ".join([spec["name"], *spec.get("base", {}).values()])
+    "strategy",
+    [PERSONAL[0], *(pytest.param(spec, marks=pytest.mark.slow) for spec in PERSONAL[1:])],
+    ids=lambda spec: " of ".join([spec["name"], *spec.get("base", {}).values()]),
 )
 def test_a_site_has_its_own_model_after_the_run(
     strategy: dict[str, Any], tables: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -56,6 +56,7 @@ def hint_of(error: str) -> list[str]:
     return shlex.split(line.partition("continue with: ")[2])
 
 
+@pytest.mark.slow
 def test_the_command_after_a_failure_continues_with_an_edited_module(tmp_path: Path) -> None:
     (tmp_path / "mine file.yaml").write_text(TEXT)
     parts = tmp_path / "my_parts.py"

@@ -27,6 +27,7 @@ from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics
 from tests.support.attacks import BAD, Attack, Hostile, Spoil, all_attacks
 from tests.support.federations import Arrays, same
 from tests.support.hostile import MEASURING, RULES, cases, judge, kept_log, train
+from tests.support.marks import slow_except
 from tests.support.smallbatches import FedTAN
 
 Federations = Callable[..., Any]
@@ -65,7 +66,7 @@ def faults(tried: list[Case], whole: bool = False) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("rule", SOME)
+@pytest.mark.parametrize("rule", slow_except({"FedAvg", "Scaffold", "FixBN, frozen from the start", "FedTAN"}, SOME))
 def test_a_hostile_client_is_as_good_as_absent(rule: str) -> None:
     assert faults(shares()[rule]) == []
 
@@ -77,7 +78,7 @@ MEASURED = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("rule", MEASURING)
+@pytest.mark.parametrize("rule", slow_except(MEASURING[:2], MEASURING))
 def test_false_measurements_are_left_out_or_stay_finite(rule: str) -> None:
     assert faults([(rule, protocol.MEASURE_QUERY, ATTACKS[name]) for name in MEASURED]) == []
 

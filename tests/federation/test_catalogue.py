@@ -13,6 +13,7 @@ from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.experiment.settings import Experiment
 from fedbn_flwr.messages import aggregate
 from tests.support.hostile import kept_log
+from tests.support.marks import slow_except
 from tests.support.smoke import smoke_runs
 
 LARGE = ("alexnet_bn", "resnet18", "deeplabv3plus_resnet50")
@@ -40,14 +41,11 @@ def check(experiment: Experiment, out: Path) -> None:
 
 
 # One or two of each folder.
-QUICK = ("demo", "quick", "fedbs/mnist", "fedtan/mnist", "fedtan/one-step", "fedwon/participation", "fixbn/table1",
-         "fixbn/clients", "ours/label-skew", "ours/heart")  # fmt: skip
+QUICK = ("demo", "quick", "fedbs/mnist", "fedtan/mnist", "fedtan/one-step", "fixbn/table1", "fixbn/clients",
+         "ours/heart")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in shipped_experiments()],
-)
+@pytest.mark.parametrize("name", slow_except(QUICK, shipped_experiments()))
 def test_the_last_run_of_each_experiment_finishes(name: str, tmp_path: Path) -> None:
     """The last one is the rule of the paper in most files."""
     *_, last = smoke_runs(name)

@@ -87,6 +87,7 @@ def test_fedgkd_is_inside_others_and_its_models_are_saved(federation: Federation
         assert all(saved[key].tobytes() == model[key].tobytes() for key in model)
 
 
+@pytest.mark.slow
 def test_a_run_in_an_experiment_is_the_same_together_and_in_workers(fedgkd: Any, tmp_path: Path) -> None:
     models = []
     for name, engine in (("plain", {}), ("together", {"together": 5}), ("workers", {"workers": 2})):

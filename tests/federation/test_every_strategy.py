@@ -21,6 +21,7 @@ from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from tests.support.federations import same
 from tests.support.fixtures import Batches
+from tests.support.marks import slow_except
 
 # The settings that a rule requires, and the normaliser that it is for.
 SPECS: dict[str, dict[str, Any]] = {
@@ -186,7 +187,7 @@ def test_a_client_that_fails_in_a_round_is_survived(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", EVERY)
-@pytest.mark.parametrize("factor", [10, 0.1])
+@pytest.mark.parametrize("factor", slow_except({10}, [10, 0.1]))
 def test_weights_have_no_scale(rule: str, factor: float) -> None:
     """A common factor in all clients' numbers of examples changes nothing."""
     case = Case(rule)
@@ -225,8 +226,8 @@ def test_a_poisoned_reply_never_reaches_the_model(rule: str) -> None:
     assert all(np.isfinite(value).all() for value in after.values())
 
 
-@pytest.mark.parametrize("model", ["resnet18", "mobilenet_v2", "densenet"])
-@pytest.mark.parametrize("rule", SEARCHING)
+@pytest.mark.parametrize("model", slow_except({"mobilenet_v2"}, ["resnet18", "mobilenet_v2", "densenet"]))
+@pytest.mark.parametrize("rule", slow_except({"FedAP", "FedBN", "FixBN", "FedTAN"}, SEARCHING))
 def test_rules_find_the_norms_of_deep_networks(rule: str, model: str) -> None:
     case = Case(rule, model, side=32, **SEARCHING[rule])
     before, after = unpack(case.arrays()), case.run(1)

@@ -12,6 +12,7 @@ import torch
 
 from fedbn_flwr import run_all
 from tests.support.command import ROOT
+from tests.support.marks import slow_except
 
 EXAMPLES = ROOT / "examples"
 # By how much the first strategy is better than the second, at least.
@@ -23,9 +24,7 @@ BETTER = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("series", "text"))) for name in BETTER]
-)
+@pytest.mark.parametrize("name", slow_except({"table"}, BETTER))
 def test_an_example_shows_what_its_page_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     experiment = importlib.import_module(name).EXPERIMENT
@@ -81,6 +80,7 @@ def test_the_readme_has_the_concordances_of_the_kept_output() -> None:
     assert rows in (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_survival_times_of_real_regions_are_learned(brca: Any, shared_data: Path, tmp_path: Path) -> None:
     if not (folder := shared_data / "tcga_brca").is_dir():
         pytest.skip("no tcga_brca/ in the folder of real data sets")

@@ -89,6 +89,7 @@ def test_with_equal_steps_it_is_fedavg(federation: Federations, rho: float, mu: 
         np.testing.assert_allclose(value, plain[key], rtol=1e-12, atol=1e-14, err_msg=key)
 
 
+@pytest.mark.slow
 def test_its_limit_is_the_optimum_of_all_clients_and_fedavg_s_is_not(federation: Federations) -> None:
     """Losses (w - 1)^2 and (w + 1)^2 / 2 of equal weights: the minimum is at 1/3.
 

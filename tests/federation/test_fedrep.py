@@ -103,6 +103,7 @@ def test_others_are_around_it(federation: Federations) -> None:
     assert momentum.memory.momentum.keys() == {"0.weight", "1.weight", "1.bias"}
 
 
+@pytest.mark.slow
 def test_clients_at_once_and_in_workers_equal_one_after_the_other(tmp_path: Path) -> None:
     models = []
     for name, engine in (("plain", {}), ("together", {"together": 5}), ("workers", {"workers": 2})):

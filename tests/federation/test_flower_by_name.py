@@ -22,6 +22,7 @@ from fedbn_flwr.strategies import MeanStatistics
 from strategies.meanstatistics import median
 from tests.support.experiments import read
 from tests.support.federations import last_model
+from tests.support.marks import slow_except
 from tests.support.sessions import outcome
 
 from .test_own_parts import session
@@ -48,7 +49,7 @@ def settings(name: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", FLOWER)
+@pytest.mark.parametrize("name", slow_except({"FedAdam", "Krum", "QFedAvg"}, FLOWER))
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
     whole = session(settings(name), tmp_path / "whole")
     session(settings(name), tmp_path / "stopped", stop=1)

@@ -51,6 +51,7 @@ from strategies.fedavg import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
 from tests.support.federations import same
 from tests.support.foreign import Foreign as ForeignClient
+from tests.support.marks import slow_except
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
 
 Federations = Callable[..., Any]
@@ -90,7 +91,7 @@ def whole(fed: Any) -> ArrayRecord:
 # --- our client under Flower's strategies ------------------------------------
 
 
-@pytest.mark.parametrize("arrays", ["whole", "without counters"])
+@pytest.mark.parametrize("arrays", slow_except({"whole"}, ["whole", "without counters"]))
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_flower_s_strategy_drives_our_client(federation: Federations, name: str, arrays: str) -> None:
     fed = federation(SIZES, lr=0.05, momentum=0.9)
@@ -780,7 +781,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", slow_except({"FedAvg"}, PLAIN))
 def test_fedavg_and_fedprox_drive_the_template_s_client(project: Project, name: str) -> None:
     strategy = PLAIN[name]()
     result, grid, before = start(strategy, project)
@@ -794,13 +795,14 @@ def test_fedavg_and_fedprox_drive_the_template_s_client(project: Project, name: 
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_fixbn_with_the_template_s_client_runs_up_to_the_freeze(project: Project) -> None:
     result, grid, _ = start(FixBN(FedAvg(), freeze_round=3), project)
     assert grid.errors() == []
     assert len(result.evaluate_metrics_clientapp) == 3
 
 
-@pytest.mark.parametrize("base", [FedAvg, flower.FedAvg], ids=["ours", "Flower's"])
+@pytest.mark.parametrize("base", slow_except({FedAvg}, [FedAvg, flower.FedAvg]), ids=["ours", "Flower's"])
 def test_fixbn_refuses_the_template_s_client_in_the_first_frozen_round(
     project: Project, base: type[flower.FedAvg]
 ) -> None:

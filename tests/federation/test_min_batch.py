@@ -137,7 +137,7 @@ def test_partitions_of_all_seeds_are_checked_before_the_first_run_trains(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "seeds.yaml").write_text(SEEDS)
-    words = [str(tmp_path / "seeds.yaml"), "clients=30", "rounds=2"]
+    words = [str(tmp_path / "seeds.yaml"), "clients=30", "rounds=1"]
     assert cli.main(["run", *words, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert not [*tmp_path.rglob("*.jsonl")]

@@ -264,6 +264,7 @@ print("waiting")
 """
 
 
+@pytest.mark.slow
 def test_a_process_with_a_round_that_waits_inside_pytorch_ends() -> None:
     done = python(ABANDONED, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "waiting\n", "")

@@ -96,6 +96,7 @@ def test_the_page_s_other_code_runs(federation: Federations) -> None:
         BY_KEY.pop(key)
 
 
+@pytest.mark.slow
 def test_the_page_s_test_passes_and_finds_a_strategy_that_is_wrong(tmp_path: Path) -> None:
     run_it = (
         "from pathlib import Path; import test_perstep as page; page.test_with_equal_steps_it_is_fedavg(Path('out'))"
@@ -224,6 +225,7 @@ def rules_of(text: str, folder: Path, *configs: str) -> subprocess.CompletedProc
     return python(script, cwd=folder)
 
 
+@pytest.mark.slow
 def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Path) -> None:
     """In a process that has not made the strategy: an actor of Ray, or at a site."""
     (tmp_path / "own.py").write_text(code(PAGE))

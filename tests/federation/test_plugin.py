@@ -155,6 +155,7 @@ def test_fixbn_freezes_the_statistics(
     assert after < before
 
 
+@pytest.mark.slow
 def test_fedtan_draws_the_same_in_any_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

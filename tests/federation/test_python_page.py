@@ -22,6 +22,7 @@ from tests.support.pages import Page, printed
 PAGES = [Page(ROOT / "docs" / f"{name}.md") for name in ("python", "deployment")]
 
 
+@pytest.mark.slow
 def test_the_page_s_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDBN_OUT", raising=False)

@@ -41,6 +41,7 @@ from fedbn_flwr.strategies import (
     state_of,
 )
 from tests.support.command import FEDBN, ROOT, signalled
+from tests.support.marks import slow_except
 from tests.support.records import content
 from tests.support.runs import saved_round
 from tests.support.sessions import (
@@ -135,7 +136,17 @@ def states_of(out: Path) -> tuple[Any, ...]:
     return read.round, dict(read.trained), content(read.model), read.strategy, clients
 
 
-@pytest.mark.parametrize(("case", "workers"), [*((case, 0) for case in CASES), ("FedTAN", 2), ("Scaffold", 2)])
+# One case for each kind of state: of the strategy, the clients, the optimiser, and what is inside another strategy.
+QUICK = ("FedAvg", "FedBN", "Scaffold", "FedTAN", "FedBS", "FedAdam", "keep_momentum", "FixBN of FedBN", "some clients")
+
+
+@pytest.mark.parametrize(
+    ("case", "workers"),
+    slow_except(
+        [*((case, 0) for case in QUICK), ("FedTAN", 2)],
+        [*((case, 0) for case in CASES), ("FedTAN", 2), ("Scaffold", 2)],
+    ),
+)
 def test_an_interrupted_run_equals_an_uninterrupted_one(
     case: str, workers: int, straight: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -158,7 +169,7 @@ def test_the_cases_reach_the_rules_switches(straight: Callable[[str], Path]) -> 
 SERVERS = ["FedBS", "FedAdam", "GlobalMomentum", "FedAP"]  # their state is the server's
 
 
-@pytest.mark.parametrize("case", ["FedBN", "Scaffold", "keep_momentum", "adamw", "brn", *SERVERS])
+@pytest.mark.parametrize("case", slow_except(QUICK, ["FedBN", "Scaffold", "keep_momentum", "adamw", "brn", *SERVERS]))
 def test_a_lost_state_changes_the_numbers(
     case: str, straight: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +304,7 @@ NEED_CLIENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*NEED_CLIENTS, "FedTAN", "FedBS"])
+@pytest.mark.parametrize("case", slow_except(QUICK, [*NEED_CLIENTS, "FedTAN", "FedBS"]))
 def test_clients_continue_from_their_own_disks(case: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
     """In each session the nodes have new ids, and nothing in memory."""
     for stop, nodes in ((2, (1, 2, 3)), (3, (71, 5, 33)), (0, (8, 9, 4))):
@@ -305,7 +316,7 @@ def test_clients_continue_from_their_own_disks(case: str, straight: Callable[[st
     assert lines[0] == lines[1]
 
 
-@pytest.mark.parametrize("case", NEED_CLIENTS)
+@pytest.mark.parametrize("case", slow_except(QUICK, NEED_CLIENTS))
 def test_a_rule_whose_clients_lost_their_states_is_refused(case: str, tmp_path: Path) -> None:
     session(case, tmp_path / "run", 2, grid=Elsewhere(case, None))
     with pytest.raises(SettingsError, match=r"needs its clients' state \(their .*client \d has none"):
@@ -316,7 +327,9 @@ def test_a_rule_whose_clients_lost_their_states_is_refused(case: str, tmp_path: 
         session(case, tmp_path / "run")
 
 
-@pytest.mark.parametrize("case", ["FedAvg", "FixBN", "FedTAN", "GlobalMomentum", "HeteroBN", "FedAdam"])
+@pytest.mark.parametrize(
+    "case", slow_except(QUICK, ["FedAvg", "FixBN", "FedTAN", "GlobalMomentum", "HeteroBN", "FedAdam"])
+)
 def test_other_rules_are_resumed_on_any_engine(case: str, straight: Callable[[str], Path], tmp_path: Path) -> None:
     session(case, tmp_path / "run", 2, grid=Elsewhere(case, None))
     session(case, tmp_path / "run", 3)
@@ -402,7 +415,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
     return words, folder / "straight" / "FedBN"
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("sent", slow_except({signal.SIGKILL}, [signal.SIGKILL, signal.SIGTERM]))
 def test_a_killed_command_leaves_a_folder_that_resumes(
     sent: signal.Signals, command: tuple[list[str], Path], tmp_path: Path
 ) -> None:

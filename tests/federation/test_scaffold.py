@@ -24,6 +24,7 @@ from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Scaffol
 from tests.support.command import PATIENCE
 from tests.support.federations import Arrays, models_of, same
 from tests.support.fixtures import Batches, Federation
+from tests.support.marks import slow_except
 from tests.support.records import BAD_RECORDS, between, change_record
 
 Federations = Callable[..., Any]
@@ -181,7 +182,9 @@ class Away(GridAround):
 THREE = ((1.0, 2.0), (2.0, 8.0), (1.5, 1.0))
 
 
-@pytest.mark.parametrize("rounds", [range(1, 6), range(6, 9)], ids=["joins", "is offline"])
+@pytest.mark.parametrize(
+    "rounds", [range(1, 6), pytest.param(range(6, 9), marks=pytest.mark.slow)], ids=["joins", "is offline"]
+)
 def test_a_client_that_is_away_for_some_rounds_does_not_change_the_optimum(rounds: range) -> None:
     """It is the sum of x s divided by the sum of x^2."""
     fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)
@@ -473,7 +476,7 @@ def test_a_run_that_is_resumed_around_a_lost_reply_equals_the_whole_one(stop: in
     assert found == pytest.approx(by_hand([{0, 1}, {0}, *[{0, 1}] * 6]), rel=1e-12)
 
 
-@pytest.mark.parametrize("losing", [Losing, Refused])
+@pytest.mark.parametrize("losing", slow_except({Losing}, [Losing, Refused]))
 def test_with_partial_participation_lost_replies_do_not_change_the_optimum(losing: type[Losing]) -> None:
     """Two of three clients a round; the optimum is the sum of x s divided by the sum of x^2, (2 + 16 + 1.5)/7.25."""
     fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)
@@ -495,6 +498,7 @@ class Beside(nn.Module):
         return x @ self.weight
 
 
+@pytest.mark.slow
 def test_a_reply_that_the_bounds_refuse_does_not_change_the_optimum(flower_log: pytest.LogCaptureFixture) -> None:
     """Its statistics are further from those of the others than `plausible` allows."""
 

@@ -88,6 +88,7 @@ def test_runs_in_slices_equal_runs_in_one_go(straight: Path, tmp_path: Path, clo
     assert [outcome(tmp_path / name) for name in NAMES] == [outcome(straight / name) for name in NAMES]
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_share_the_time_too(straight: Path, tmp_path: Path, clock: SimpleNamespace) -> None:
     """Each process has a copy of the clock: 4 * 2 / 3 minutes for the first two runs, and 4 for the third."""
     assert a_slice(tmp_path, 4, clock, jobs=2).unfinished == "unfinished runs: 3 of 3"

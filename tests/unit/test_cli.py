@@ -233,6 +233,7 @@ def test_code_of_the_user_that_ends_the_process_or_leaves_the_folder(
     assert [file.parent.name for file in tmp_path.glob("out/*/model.safetensors")] == ["FedAvg"] * (code == 0)
 
 
+@pytest.mark.slow
 def test_a_locale_without_the_characters_of_a_label_is_named(tmp_path: Path) -> None:
     (tmp_path / "e.yaml").write_text("{rounds: 1, label: Z\u00fcrich, data: {examples: 40}}", encoding="utf-8")
     changes = ("label=Z\u00fcrich", "runs={Z\u00fcrich: {}}", "name=Z\u00fcrich")

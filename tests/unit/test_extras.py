@@ -81,7 +81,8 @@ def extras_of_images() -> dict[str, str]:
     return {image: f"[{','.join(re.findall(r'--extra (.+?) ', text + ' '))}]" for image, text in words.items()}
 
 
-@pytest.mark.parametrize("image", ["site", pytest.param("server", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("image", ["site", "server"])
 def test_the_default_experiment_runs_with_the_packages_of_an_image(image: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", ONLY_EXTRAS, extras_of_images()[image], "run", "quick", "--out", "out"]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=PATIENCE)

@@ -33,6 +33,7 @@ def test_entries_come_back_in_their_order(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["s"]
 
 
+@pytest.mark.slow
 def test_no_changed_byte_changes_an_entry_and_every_missing_one_is_noticed(tmp_path: Path) -> None:
     path, entries = tmp_path / "s", {"one": b"\x00" * 20, "two": b"", "three": b"abc", "ä": b"d"}
     write_store(path, entries.items())
@@ -160,6 +161,7 @@ def _write_for_ever(path: Path, progress: int) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_random_leaves_a_whole_store(tmp_path: Path) -> None:
     path, rng = tmp_path / "s", random.Random(0)
     write_store(path, [(f"{entry}", bytes(50_000)) for entry in range(20)])

@@ -325,7 +325,8 @@ def test_a_value_that_is_no_class_is_named(root: Path) -> None:
 # --- two rounds from end to end ----------------------------------------------
 
 
-@pytest.mark.parametrize("norm", ["bn", pytest.param("gn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["bn", "gn"])
 def test_two_rounds_of_fedavg_with_deeplab(root: Path, tmp_path: Path, norm: str) -> None:
     """The shipped experiment, small: by city, crops, mean IoU in the history and the summary."""
     pytest.importorskip("segmentation_models_pytorch", reason="the extra `segmentation` is not installed")

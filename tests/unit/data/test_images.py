@@ -117,6 +117,7 @@ def jpeg(shape: tuple[int, int], seed: int) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.slow
 def test_imagenet_is_a_folder_of_its_thousand_classes(folder: Path) -> None:
     """train/n01440764/*.JPEG and val/n01440764/*.JPEG, images of any size, seen at 224x224."""
     shapes = [(300, 400), (250, 200), (224, 224), (333, 225)]

@@ -82,7 +82,8 @@ def test_sweeps_counts_the_trainings_of_its_experiment() -> None:
     assert runs == {"FedAvg+BN": 2 * 2 * 3, "FixBN": 2 * 3 * 3, "Centralised": 2 * 3}, "values, rates and seeds"
 
 
-@pytest.mark.parametrize(("guide", "count"), [("experiments", 2), pytest.param("sweeps", 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("guide", "count"), [("experiments", 2), ("sweeps", 1)])
 def test_a_guide_prints_what_it_shows(guide: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page says under which name its first experiment is saved."""
     monkeypatch.chdir(tmp_path)

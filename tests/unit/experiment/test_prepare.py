@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
+from tests.support.marks import slow_except
 
 EXPERIMENTS = Path(__file__).resolve().parents[3] / "apps" / "experiments"
 FILES = sorted(EXPERIMENTS.rglob("*.y*ml"))
+LARGE = re.compile("office.caltech|domainnet|imagenet|cityscapes")  # whose images take seconds
 LOAD = experiment_data.load_data
 
 
@@ -66,7 +69,11 @@ def test_there_are_shipped_experiments() -> None:
     assert load_experiment("fixbn/table4").name == "fixbn-table4"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(EXPERIMENTS)))
+@pytest.mark.parametrize(
+    "file",
+    slow_except([file for file in FILES if not LARGE.search(file.read_text())], FILES),
+    ids=lambda file: str(file.relative_to(EXPERIMENTS)),
+)
 def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (experiment_data, experiment_parts):
         monkeypatch.setattr(module, "load_data", stand_in)

@@ -89,6 +89,7 @@ def resume(folder: Path) -> None:
     run.checkpoint.read()
 
 
+@pytest.mark.slow
 def test_a_run_of_the_longest_experiment_can_be_read(tmp_path: Path) -> None:
     known = {"a": [str(number) for number in range(25_000)]}
     text = json.dumps({"data": {"categories": known}})
@@ -98,7 +99,7 @@ def test_a_run_of_the_longest_experiment_can_be_read(tmp_path: Path) -> None:
     assert run.config()["data"]["categories"] == known
 
 
-@settings(max_examples=cases(150))
+@settings(max_examples=cases(80))
 @given(
     name=st.sampled_from(FILES),
     seed=st.integers(0, 2**32),

@@ -70,6 +70,7 @@ def test_a_client_that_cannot_be_read_leaves_the_checkpoint_before(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.slow
 def test_ten_thousand_clients_are_written_and_read_one_at_a_time(tmp_path: Path) -> None:
     """The bound: with all states in memory it would be 10,000 times 4 KiB."""
     held = peak = 0

@@ -18,6 +18,7 @@ from fedbn_flwr.results.report.pictures import plot, sweeps_plot
 from fedbn_flwr.results.report.rows import Row, group, headline, sweeps
 from fedbn_flwr.results.report.tables import DEFAULT, ReportForm, as_measured, candidates_tables, sweep_tables, table
 from fedbn_flwr.results.report.write import write_report
+from tests.support.marks import slow_except
 from tests.support.runs import write_run
 
 OWN, GLOBAL = "accuracy on own data", "accuracy"
@@ -40,7 +41,11 @@ def write_both(folder: Path, main: str = "accuracy", own: float | None = 0.5, **
 
 
 @pytest.mark.usefixtures("pictures")
-@pytest.mark.parametrize(("kind", "main", "title"), CASES, ids=[main for _, main, _ in CASES])
+@pytest.mark.parametrize(
+    ("kind", "main", "title"),
+    slow_except(CASES[:1], CASES),
+    ids=[main for _, main, _ in CASES],
+)
 def test_if_a_run_personalises_the_metric_on_own_examples_is_first_everywhere(
     tmp_path: Path, kind: dict[str, Any], main: str, title: str
 ) -> None:

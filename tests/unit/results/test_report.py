@@ -30,6 +30,7 @@ from fedbn_flwr.results.report.tables import (
     table,
 )
 from fedbn_flwr.results.report.write import write_report
+from tests.support.marks import slow_except
 from tests.support.runs import write_run
 
 
@@ -126,7 +127,7 @@ def test_runs_that_stop_before_their_first_evaluation_have_a_report(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("plots")
-@pytest.mark.parametrize("count", [3, 6])
+@pytest.mark.parametrize("count", slow_except({6}, [3, 6]))
 def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None:
     labels = ("FedAvg+BN", "FedAvg+GN", "SiloBN", "FixBN", "FedBN", "FedWon", "FedProx", "Standalone", "FedTAN")
     write_runs(tmp_path / "runs", DOMAINS[:count], labels, seeds=3)
@@ -184,6 +185,7 @@ def test_fractions_of_several_seeds_have_a_deviation_and_counts_if_they_differ()
     assert [as_measured(rounds, [100, end]) for end in (100, 102)] == ["100", "101 ± 1"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_a_metric_of_the_user_may_be_infinite(tmp_path: Path) -> None:
     known = {"published": {"odd": [1.0, 0.5], "dice": [0.5, 0.1], "source": "Paper"}}

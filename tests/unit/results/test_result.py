@@ -21,6 +21,7 @@ from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.norms.convert import NORMS
 from tests.support.images import write_parquet
+from tests.support.marks import slow_except
 from tests.support.runs import write_run
 
 SMALL: dict[str, Any] = {
@@ -228,7 +229,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("norm", "layer"), [("bn", None), ("gn", functools.partial(nn.GroupNorm, 2)), ("none", nn.Identity)]
+    ("norm", "layer"),
+    slow_except({"bn"}, [("bn", None), ("gn", functools.partial(nn.GroupNorm, 2)), ("none", nn.Identity)]),
 )
 def test_torchvision_loads_the_file(norm: str, layer: Any, pictures: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"model": {"name": "resnet18", "stem": "large", "norm": norm}, "train": {"steps": 1}}

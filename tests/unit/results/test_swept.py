@@ -243,6 +243,7 @@ def test_of_tuned_values_a_sweep_shows_the_best_by_validation(tmp_path: Path) ->
     assert lines[1] == ("BN", "50.00%", "50.00%"), "the higher test accuracy has the lower validation accuracy"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_the_report_and_the_page_have_a_plot_of_the_sweep(tmp_path: Path) -> None:
     for steps in (1, 100):

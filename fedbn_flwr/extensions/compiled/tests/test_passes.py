@@ -23,6 +23,7 @@ from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.tensors import initial_arrays
+from tests.support.marks import slow_except
 from tests.support.series import CLIENTS, Text
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of PyTorch about itself
@@ -91,9 +92,7 @@ QUICK = ("FedAvg", "FedTAN", "FixBN", "HeteroBN")
 
 
 @compiles
-@pytest.mark.parametrize(
-    "rule", [pytest.param(rule, marks=[pytest.mark.slow] * (rule not in QUICK)) for rule in sorted(STRATEGIES)]
-)
+@pytest.mark.parametrize("rule", slow_except(QUICK, sorted(STRATEGIES)))
 def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, flower_log: pytest.LogCaptureFixture) -> None:
     """They differ by no more than what a change of the initial weights' last bits makes, times ten."""
     first = dict(initial_arrays(net(norm=NORMS.get(rule, "bn"))))

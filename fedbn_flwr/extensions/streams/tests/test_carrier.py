@@ -27,6 +27,7 @@ from fedbn_flwr.results.folder.ledger import MeteredGrid, Traffic
 from fedbn_flwr.strategies import FixBN, GlobalMomentum
 from tests.support.addressed import Addressed, OwnModel
 from tests.support.federations import nodes_in_means
+from tests.support.marks import slow_except
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.network import make_keys, missing_tools
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
@@ -63,7 +64,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", slow_except([*STRATEGIES][::2], STRATEGIES))
 def test_streams_give_the_arrays_and_the_ledger_of_messages_bit_for_bit(federation: Federations, name: str) -> None:
     fed = federation((6, 9, 4), model=two_norms_with_dropout, lr=0.1, momentum=0.9, steps=2)
     make = STRATEGIES[name]

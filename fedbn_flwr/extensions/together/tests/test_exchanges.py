@@ -23,6 +23,7 @@ from fedbn_flwr.strategies import GlobalMomentum
 from tests.support.addressed import Addressed, OwnModel
 from tests.support.federations import models_of, nodes_in_means, same
 from tests.support.fixtures import Batches
+from tests.support.marks import slow_except
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
 Federations = Callable[..., Any]
@@ -70,7 +71,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 13, 6, 11)], ids=["equal", "unequal"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", slow_except({"fused", "weighted by batch", "global momentum"}, STRATEGIES))
 def test_every_mode_equals_messages(
     name: str, sizes: tuple[int, ...], federation: Federations, groups: list[int]
 ) -> None:

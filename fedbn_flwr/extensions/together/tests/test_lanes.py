@@ -33,6 +33,7 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.federations import models_of, same
 from tests.support.fixtures import small_net
+from tests.support.marks import slow_except
 
 Federations = Callable[..., Any]
 
@@ -79,7 +80,7 @@ def with_one_model(fed: Any) -> tuple[ModelTensors, ClientApp]:
     return shared, client_app(make_client)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", slow_except([*STRATEGIES][::3], STRATEGIES))
 def test_every_strategy_is_the_same_to_the_last_bit(name: str, federation: Federations, groups: list[int]) -> None:
     kept = {"momentum": 0.5, "keep_momentum": name not in ("GlobalMomentum", "FedNova")}
     fed = federation((8, 12, 7, 8), batches=3, model=lambda: net(name != "FedWon"), lr=0.05, epochs=2, **kept)
