@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,23 @@ def test_five_sites_train(containers: Containers) -> None:
     run_both(containers, 5)
     check_owners(containers, 5)
     check_isolation(containers, 5)
+
+
+def test_fedtan_exchanges_through_the_port_that_is_published_for_other_machines(containers: Containers) -> None:
+    """The steps of docs/deployment.md; the sites are on this machine, but reach the service at its own address."""
+    subnet = docker("network", "inspect", "--format", "{{(index .IPAM.Config 0).Subnet}}", "bridge").strip()
+    address = str(next(ip_network(subnet).hosts()))  # this machine's in Docker's first network
+    containers.script("deploy/keys.sh", address)
+    containers.up()
+    assert containers.published("superexec-serverapp", 8001) == "127.0.0.1", "nobody else reaches it by default"
+    (containers.checkout / ".env").write_text(
+        f"EXCHANGE={address}:8001\nEXCHANGE_BIND={address}\nEXCHANGE_INTERNAL=false\n"
+    )
+    containers.down()
+    containers.up()
+    assert containers.published("superexec-serverapp", 8001) == address
+    assert containers.published("superlink", 8000) == "127.0.0.1", "anyone there could run code at every site"
+    containers.wait_for_nodes(3)
+    experiment = EXPERIMENT | FEDTAN | {"rounds": 2}
+    containers.wait_for_end(containers.submit("fedtan", experiment))
+    assert [line["clients"] for line in containers.history("fedtan")] == [3, 3]

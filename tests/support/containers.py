@@ -70,6 +70,10 @@ class Containers:
     def inside(self, service: str, command: str) -> str:
         return self.compose("exec", "-T", service, "sh", "-c", command)
 
+    def published(self, service: str, port: int) -> str:
+        """The address of this machine at which others reach the port of a service."""
+        return self.compose("port", service, str(port)).rpartition(":")[0]
+
     def networks(self, service: str) -> list[str]:
         container = self.compose("ps", "--quiet", service).strip()
         names = "{{range $name, $network := .NetworkSettings.Networks}}{{println $name}}{{end}}"
