@@ -54,7 +54,7 @@ def test(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """Tests of all strategies on Ray, Flower's runtime, failing sites, notebooks and packages; cases of faster tests."""
+    """All strategies on Ray, Flower's runtime, failing sites, notebooks, packages, and more cases of faster tests."""
     # Two processes more than cores: these tests wait for most of their time.
     run(session, "pytest", "-n", "4", "-m", "slow and not nightly", "--durations=25", *session.posargs)
 
