@@ -457,6 +457,7 @@ def test_keys_that_others_can_read_are_refused(mode: str, tmp_path: Path) -> Non
 
 
 @needs_tools
+@pytest.mark.slow
 def test_the_check_of_keys_reports_when_certificates_expire(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     assert make_keys(keys, "--nodes", "1").returncode == 0

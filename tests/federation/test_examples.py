@@ -12,7 +12,6 @@ import torch
 
 from fedbn_flwr import run_all
 from tests.support.command import ROOT
-from tests.support.marks import slow_except
 
 EXAMPLES = ROOT / "examples"
 # By how much the first strategy is better than the second, at least.
@@ -24,7 +23,8 @@ BETTER = {
 }
 
 
-@pytest.mark.parametrize("name", slow_except({"table"}, BETTER))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BETTER)
 def test_an_example_shows_what_its_page_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     experiment = importlib.import_module(name).EXPERIMENT

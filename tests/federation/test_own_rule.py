@@ -234,6 +234,7 @@ def test_a_node_imports_the_client_rule_of_an_experiment_s_strategy(tmp_path: Pa
     assert done.stdout == "['PerStepClient']\n", done.stderr
 
 
+@pytest.mark.slow
 def test_the_page_s_commands_print_what_it_shows(tmp_path: Path) -> None:
     for name in ("equal", "perstep"):
         (tmp_path / f"{name}.py").write_text(code(f"# {name}.py"))
