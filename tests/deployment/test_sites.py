@@ -27,6 +27,7 @@ from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.results.result import Result
 from tests.support.command import ROOT
 from tests.support.images import numbered, write_parquet
+from tests.support.marks import slow_except
 from tests.support.network import Deployment, missing_tools
 
 SIZES = (24, 30, 18)
@@ -393,7 +394,7 @@ PERSONAL: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     "strategy",
-    [PERSONAL[0], *(pytest.param(spec, marks=pytest.mark.slow) for spec in PERSONAL[1:])],
+    slow_except(PERSONAL[:1], PERSONAL),
     ids=lambda spec: " of ".join([spec["name"], *spec.get("base", {}).values()]),
 )
 def test_a_site_has_its_own_model_after_the_run(

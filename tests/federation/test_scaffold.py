@@ -182,9 +182,7 @@ class Away(GridAround):
 THREE = ((1.0, 2.0), (2.0, 8.0), (1.5, 1.0))
 
 
-@pytest.mark.parametrize(
-    "rounds", [range(1, 6), pytest.param(range(6, 9), marks=pytest.mark.slow)], ids=["joins", "is offline"]
-)
+@pytest.mark.parametrize("rounds", slow_except([range(1, 6)], [range(1, 6), range(6, 9)]), ids=["joins", "is offline"])
 def test_a_client_that_is_away_for_some_rounds_does_not_change_the_optimum(rounds: range) -> None:
     """It is the sum of x s divided by the sum of x^2."""
     fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from operator import mul
 from pathlib import Path
@@ -113,7 +114,7 @@ def check(found: Any) -> None:
         assert found.exit_code == 2
 
 
-@settings(max_examples=cases(100))
+@settings(max_examples=cases(200))
 @given(content=files, changes=st.lists(overrides | of_strategy, max_size=3))
 def test_any_file_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, changes: list[str]
@@ -131,7 +132,7 @@ BASES = [
 ]
 
 
-@settings(max_examples=cases(100))
+@settings(max_examples=int(os.environ.get("FEDBN_EXAMPLES", "200")))
 @given(base=st.sampled_from(BASES), changes=st.lists(overrides | of_strategy, min_size=1, max_size=5))
 def test_any_settings_are_read_or_refused(base: str, changes: list[str]) -> None:
     check(attempt(base, changes))

@@ -123,7 +123,7 @@ def bits(content: RecordDict) -> list[Any]:
     return [(name, list(record)) for name, record in content.items()]
 
 
-@settings(max_examples=cases(1000))
+@settings(max_examples=cases(2000))
 @given(content=contents | attacks, kind=st.sampled_from(["only", "first", "last"]))
 def test_any_reply_passes_typed_or_is_refused(content: RecordDict, kind: str) -> None:
     given = reply(content, 3)

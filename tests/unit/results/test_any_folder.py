@@ -99,7 +99,7 @@ def test_a_run_of_the_longest_experiment_can_be_read(tmp_path: Path) -> None:
     assert run.config()["data"]["categories"] == known
 
 
-@settings(max_examples=cases(80))
+@settings(max_examples=cases(150))
 @given(
     name=st.sampled_from(FILES),
     seed=st.integers(0, 2**32),
