@@ -129,6 +129,16 @@ def layouts() -> Table:
     return ("network", *norms), [(case, *(ratios.get(norm, "-") for norm in norms)) for case, ratios in found.items()]
 
 
+def at_once() -> Table:
+    """FedTAN's first steps one by one and at once."""
+    found, rows = figures("fedtan-at-once.txt"), list[Row]()
+    for title, (by_one, *_) in found.items():
+        if f"{title}, at once" in found:
+            case = title.partition(", ")[2]
+            rows.append((case, by_one.spread, found[f"{title}, at once"][0].spread))
+    return ("clients and images", "one by one", "at once"), rows
+
+
 def gpu() -> Table:
     """What benchmarks.speed, benchmarks/gpu_step.py and benchmarks/gpu_lanes.py printed on a GPU."""
     rows: list[Row] = [(name, f"{each[0].spread} times") for name, each in figures("gpu.txt").items()]
@@ -394,6 +404,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results memory": memory,
     "results compiled": compiled,
     "results layouts": layouts,
+    "results at once": at_once,
     "results gpu": gpu,
     "results rivals": rivals,
     "results hostile": hostile,

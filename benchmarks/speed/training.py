@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,6 +16,7 @@ from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.extensions.together.parked import CohortPool
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg, FedTAN
@@ -113,24 +115,20 @@ def compiled(options: Options) -> Iterator[Figure]:
             yield figure(f"the compiled bare loop / bare loop, batch {batch}, {name}", ratios, "x")
 
 
-def fedtan(options: Options) -> Iterator[Figure]:
-    """FedTAN's round relative to plain passes (E = 1), and on workers to FedAvg's round (E = 5); five clients."""
-    clients, batch, device = 5, 128, options.device
-    torch.set_num_threads(1)
+def _iterations(options: Options, clients: int, batch: int) -> tuple[list[float], list[float]]:
+    """The times of FedTAN's rounds of one step, by clients one by one and at once, divided by that of plain passes."""
+    device = options.device
     data = random_images(clients * batch, device)
     batches = [
         ((data.inputs[rows].float() - 128) / 64, data.labels[rows])
         for rows in torch.arange(clients * batch).split(batch)
     ]
-    models = [resnet20(device) for _ in range(clients)]
-    tensors = [ModelTensors(model) for model in models]  # kept for all rounds, as in an experiment
+    tensors = [ModelTensors(resnet20(device)) for _ in range(clients)]  # kept for all rounds, as in an experiment
+    plain = resnet20(device)
 
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])
         return BNClient(tensors[client], [batches[client]], steps=1, lr=0.01, context=context)
-
-    iteration = rounds_of(FedTAN(min_available_nodes=clients), LocalGrid(client_app(make_client), clients), models[0])
-    plain = resnet20(device)
 
     def passes() -> None:
         for inputs, labels in batches:
@@ -139,12 +137,29 @@ def fedtan(options: Options) -> Iterator[Figure]:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    iteration()
-    passes()
-    ratios = [seconds(iteration) / seconds(passes) for _ in range(options.repeats)]
-    yield figure("FedTAN iteration / plain passes, five clients, batch 128", ratios, "x", most=1.1)
+    app, pools = client_app(make_client), (None, partial(CohortPool, most=clients))
+    grids = [LocalGrid(app, clients, pool=pool) for pool in pools]
+    ways = [rounds_of(FedTAN(min_available_nodes=clients, min_batch=1), grid, plain) for grid in grids]
+    for way in (*ways, *ways, passes):
+        way()
+    taken = [(seconds(passes), [seconds(way) for way in ways]) for _ in range(options.repeats)]
+    by_one, at_once = ([each[way] / one for one, each in taken] for way in (0, 1))
+    return by_one, at_once
+
+
+def fedtan(options: Options) -> Iterator[Figure]:
+    """FedTAN's round relative to plain passes (E = 1), and on workers to FedAvg's round (E = 5)."""
+    torch.set_num_threads(1)
+    device = options.device
+    for clients, batch, goal in ((5, 128, 1.1), (5, 20, None), (10, 20, None)):
+        what = f"FedTAN iteration / plain passes, {clients} clients, batch {batch}"
+        by_one, at_once = _iterations(options, clients, batch)
+        yield figure(what, by_one, "x", most=goal)
+        yield figure(f"{what}, at once", at_once, "x")
     if device.type != "cpu" or options.workers < 2:
         return
+    clients, models = 5, [resnet20(device) for _ in range(5)]
+    tensors = [ModelTensors(model) for model in models]  # kept for all rounds, as in an experiment
     batch, steps = 32, 5
     few = random_images(batch * steps, device)
     app = same_clients(few, lambda client: tensors[client], steps, batch=batch)

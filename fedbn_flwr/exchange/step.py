@@ -97,15 +97,7 @@ class LayerwiseStep:
         batch = count(inputs)
         check_batch(batch, min_batch=self.min_batch, own_min_batch=self.own_min_batch)  # before anything is sent
         exchanges = Exchanges(self, batch, self.count_exchanges(model, inputs))
-        with replaced_forward(model, functools.partial(normalise, exchanges)):
-            outputs = model(inputs)
-        with replaced_forward(model, _called_by_loss):
-            loss = loss_fn(outputs, targets)
-        # Otherwise autograd's only thread for a GPU would run the backward passes of all clients there.
-        with replaced_forward(model, _computed_again), torch.autograd.set_multithreading_enabled(False):
-            loss.backward()
-        exchanges.finish()
-        return loss.detach()
+        return exchanges.pass_through(model, inputs, lambda outputs: loss_fn(outputs, targets))
 
     def count_exchanges(self, model: nn.Module, inputs: Value) -> int:
         return count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
@@ -116,13 +108,12 @@ def normalise(exchanges: Exchanges, layer: _BatchNorm, y: Tensor) -> Tensor:
     layer._check_input_dim(y)
     like = layer.weight if layer.running_mean is None else layer.running_mean  # may be float32 when y is float16
     moments = exchanges.moments(y.detach() if like is None else y.detach().to(like.dtype))
-    _update_running(layer, moments)
+    update_running(layer, moments)
     gamma = torch.ones_like(moments.mean) if layer.weight is None else layer.weight
     beta = torch.zeros_like(moments.mean) if layer.bias is None else layer.bias
     # Inputs need no gradient, but backward must reach this function.
     start = y if y.requires_grad else y.detach().requires_grad_()
-    out: Tensor = _ExchangingNorm.apply(start, gamma, beta, layer.eps, moments, exchanges)  # type: ignore[no-untyped-call]
-    return out
+    return exchanges.norm(layer, start, gamma, beta, moments)
 
 
 class _ExchangingNorm(torch.autograd.Function):
@@ -130,7 +121,7 @@ class _ExchangingNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, eps: float, moments: _Moments, exchanges: Exchanges
+        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, eps: float, moments: Moments, exchanges: Exchanges
     ) -> Tensor:
         ctx.save_for_backward(y, gamma)
         ctx.eps, ctx.moments, ctx.exchanges = eps, moments, exchanges
@@ -139,27 +130,48 @@ class _ExchangingNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (y, gamma), moments, eps = ctx.saved_tensors, ctx.moments, ctx.eps
-        mean, var, inverse = moments.mean, moments.var, torch.rsqrt(moments.var + eps)
-        # The forward pass, whose statistics were given, saved nothing, and a GPU does not accept None for it.
-        unsaved = mean.new_empty(0)
-        _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
-            d_out, y, gamma, mean, var, unsaved, unsaved, False, eps, [False, True, True]
-        )
-        d_mean, d_var = -gamma * inverse * d_beta, -0.5 * gamma * inverse.square() * d_gamma
+        (y, gamma), moments = ctx.saved_tensors, ctx.moments
+        layer = gamma, moments.mean, moments.var, ctx.eps
+        d_gamma, d_beta = affine_gradients(d_out, y, *layer)
+        d_mean, d_var = direct_gradients(d_gamma, d_beta, gamma, moments.var, ctx.eps)
         d_mean, d_var = ctx.exchanges.gradients(moments, d_mean, d_var)
-        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
-        # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
-        slope = d_var * (2 / moments.size)
-        shift = d_mean / moments.size - slope * mean
-        zeros, ones = torch.zeros_like(mean), torch.ones_like(var)
-        d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
-        d_y.addcmul_(d_out, (gamma * inverse).view([1, -1] + [1] * (y.ndim - 2)))
-        return d_y, d_gamma, d_beta, None, None, None
+        return input_gradient(d_out, y, *layer, d_mean, d_var, moments.size), d_gamma, d_beta, None, None, None
+
+
+def affine_gradients(
+    d_out: Tensor, y: Tensor, gamma: Tensor, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The gradients with respect to gamma and beta."""
+    # The forward pass, whose statistics were given, saved nothing, and a GPU does not accept None for it.
+    unsaved = mean.new_empty(0)
+    _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
+        d_out, y, gamma, mean, var, unsaved, unsaved, False, eps, [False, True, True]
+    )
+    return d_gamma, d_beta
+
+
+def direct_gradients(d_gamma: Tensor, d_beta: Tensor, gamma: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The direct gradients with respect to the mean and the variance."""
+    inverse = torch.rsqrt(var + eps)
+    return -gamma * inverse * d_beta, -0.5 * gamma * inverse.square() * d_gamma
+
+
+def input_gradient(
+    d_out: Tensor, y: Tensor, gamma: Tensor, mean: Tensor, var: Tensor, eps: float,
+    d_mean: Tensor, d_var: Tensor, size: float | Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient with respect to y; `d_mean` and `d_var` are the agreed ones, and `size` is B_i r."""
+    # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
+    # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
+    slope = d_var * (2 / size)
+    shift = d_mean / size - slope * mean
+    zeros, ones = torch.zeros_like(mean), torch.ones_like(var)
+    d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
+    return d_y.addcmul_(d_out, (gamma * torch.rsqrt(var + eps)).view([1, -1] + [1] * (y.ndim - 2)))
 
 
 @dataclass(eq=False)
-class _Moments:
+class Moments:
     """The agreed statistics of one pass through one batch norm; a layer that is used twice has two passes."""
 
     mean: Tensor
@@ -184,26 +196,39 @@ class Exchanges:
 
     def __init__(self, step: LayerwiseStep, batch: int, left: int) -> None:
         self.step, self.batch, self.left = step, batch, left
-        self._open: list[_Moments] = []  # passes whose gradients are yet to be exchanged
+        self._open: list[Moments] = []  # passes whose gradients are yet to be exchanged
 
-    def moments(self, y: Tensor) -> _Moments:
+    def pass_through(self, model: nn.Module, inputs: Value, loss: Callable[[Outputs], Tensor]) -> Tensor:
+        """Compute the loss of the outputs and the gradients, with all exchanges; returns the detached loss."""
+        with replaced_forward(model, functools.partial(normalise, self)):
+            outputs = model(inputs)
+        with replaced_forward(model, _called_by_loss):
+            losses = loss(outputs)
+        # Otherwise autograd's only thread for a GPU would run the backward passes of all clients there.
+        with replaced_forward(model, _computed_again), torch.autograd.set_multithreading_enabled(False):
+            losses.backward(torch.ones_like(losses))
+        self.finish()
+        return losses.detach()
+
+    def norm(self, layer: _BatchNorm, y: Tensor, gamma: Tensor, beta: Tensor, moments: Moments) -> Tensor:
+        """Normalise y with the agreed moments; the backward pass exchanges gradients."""
+        out: Tensor = _ExchangingNorm.apply(y, gamma, beta, layer.eps, moments, self)  # type: ignore[no-untyped-call]
+        return out
+
+    def moments(self, y: Tensor) -> Moments:
         """The agreed mean and variance of a layer's input y [N, C, ...]."""
         values = y.numel() // y.shape[1]
         if self.step.fused:
-            if y.device.type == "cpu":
-                mean = self.mean(y)
-                var = self.variance(y, mean)
-            else:
-                mean, var = torch.batch_norm_update_stats(y, None, None, 0.0)
+            mean, var = self.measured(y)
             (mean, var), agreement = self.agree_on("moments", values, mean=mean, var=var)
         else:
             (mean,), _ = self.agree_on("mean", values, mean=self.mean(y))
             (var,), agreement = self.agree_on("variance", values, var=self.variance(y, mean))
         size = self.batch_size(mean) * agreement.per_example
-        self._open.append(_Moments(mean, var, values, agreement.values, size))
+        self._open.append(Moments(mean, var, values, agreement.values, size))
         return self._open[-1]
 
-    def gradients(self, moments: _Moments, mean: Tensor, var: Tensor) -> Sequence[Tensor]:
+    def gradients(self, moments: Moments, mean: Tensor, var: Tensor) -> Sequence[Tensor]:
         """The gradients with respect to the agreed moments: the clients' mean, or these of the client."""
         self._open.remove(moments)
         return self.agree_on("gradients", moments.values, mean=mean, var=var)[0] if self.step.backward else (mean, var)
@@ -212,6 +237,13 @@ class Exchanges:
         """Exchange the gradients of layers on which the loss does not depend; they are the same on all clients."""
         for moments in reversed([*self._open]):
             self.gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.var))
+
+    def measured(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean and variance of each channel."""
+        if y.device.type != "cpu":
+            return torch.batch_norm_update_stats(y, None, None, 0.0)
+        mean = self.mean(y)
+        return mean, self.variance(y, mean)
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of each channel."""
@@ -256,7 +288,7 @@ def _computed_again(layer: _BatchNorm, y: Tensor) -> Tensor:
     )
 
 
-def _update_running(layer: _BatchNorm, moments: _Moments) -> None:
+def update_running(layer: _BatchNorm, moments: Moments) -> None:
     """Update running statistics as PyTorch does on the union: unbiased variance, momentum or a cumulative mean."""
     if layer.running_mean is None or layer.running_var is None:
         return
@@ -302,7 +334,6 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
 _calls: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
 
 
-@torch.no_grad()
 def count_calls(model: nn.Module, inputs: Value) -> int:
     """How many times a forward pass calls batch norms that train. The model does not change; the number is remembered.
 
@@ -313,21 +344,29 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
     if known == case:
         return calls
     calls = 0
-    # The pass may change any buffer, for instance in a spectral norm.
-    tables = [module._buffers for module in model.modules()]
-    buffers = [(t, name, buffer, buffer.clone()) for t in tables for name, buffer in t.items() if buffer is not None]
 
     def counted(layer: _BatchNorm, y: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         return y.clone()  # an activation after it may work in place
 
-    with seeding.preserve_rng(), replaced_forward(model, counted):
-        model(inputs)
-    for table, name, buffer, before in buffers:
-        table[name] = buffer.copy_(before)
+    with seeding.preserve_rng():
+        outputs_without_trace(model, inputs, counted)
     _calls[model] = case, calls
     return calls
+
+
+@torch.no_grad()
+def outputs_without_trace(model: nn.Module, inputs: Value, forward: Callable[[_BatchNorm, Tensor], Tensor]) -> Outputs:
+    """The outputs with this `forward` of batch norms that train. The model does not change."""
+    # The pass may change any buffer, for instance in a spectral norm.
+    tables = [module._buffers for module in model.modules()]
+    buffers = [(t, name, buffer, buffer.clone()) for t in tables for name, buffer in t.items() if buffer is not None]
+    with replaced_forward(model, forward):
+        outputs = model(inputs)
+    for table, name, buffer, before in buffers:
+        table[name] = buffer.copy_(before)
+    return outputs
 
 
 def check_batch(examples: int, *, min_batch: int, own_min_batch: int) -> None:

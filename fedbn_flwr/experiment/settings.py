@@ -366,8 +366,9 @@ class Engine(Section):
     ] = setting(
         1,
         "clients that one process trains at once: on a CPU only [small networks](performance.md#small-networks) of "
-        "linear layers, whose results then differ in the last bits; [on a GPU](performance.md#on-a-gpu) any network "
-        "without dropout. `auto`: ten, if that is faster on this machine's CPU",
+        "linear layers, and FedTAN's first steps, whose results then differ in the last bits; "
+        "[on a GPU](performance.md#on-a-gpu) any network without dropout. `auto`: ten, if that is faster on this "
+        "machine's CPU",
     )
     timeout: float = setting(
         3600,

@@ -24,20 +24,44 @@ from fedbn_flwr.messages.aggregate import Arrays
 from .gradients import Backward, batch_norm, by_autograd
 from .trace import Computation, Network
 
+Batches = Sequence[tuple[Tensor, Tensor]]  # one batch of each client
+Ask = Callable[[Sequence[Contribution]], Agreement]  # exchanges the contributions of all clients
 
-class CohortExchanges(Exchanges):
+
+class SeveralExchanges(Exchanges):
     """The exchanges of clients with a batch each, which have their own `steps`; `ask` exchanges all contributions."""
 
     def __init__(
         self,
         model: nn.Module,
         steps: Sequence[LayerwiseStep],
-        batches: Sequence[tuple[Tensor, Tensor]],
-        ask: Callable[[Sequence[Contribution]], Agreement],
+        batches: Batches,
+        ask: Ask,
+        batch: int,
     ) -> None:
         self.steps, self.batches, self._ask = steps, batches, ask
-        self._sizes = torch.tensor([len(targets) for _, targets in batches])
-        super().__init__(steps[0], int(self._sizes.max()), steps[0].count_exchanges(model, batches[0][0]))
+        self.sizes = [len(targets) for _, targets in batches]
+        super().__init__(steps[0], batch, steps[0].count_exchanges(model, batches[0][0]))
+
+    def ask_all(self, kind: str, values: int, rows: Arrays) -> Agreement:
+        """Exchange tensors with a row for each client; `values` are those of a channel in `self.batch` examples."""
+        return self._ask(
+            [
+                Contribution(
+                    kind, {name: value[place] for name, value in rows.items()}, size, values // self.batch * size,
+                    self.left, step.examples, step.partition,
+                )
+                for place, (step, size) in enumerate(zip(self.steps, self.sizes, strict=True))
+            ]
+        )  # fmt: skip
+
+
+class CohortExchanges(SeveralExchanges):
+    """The exchanges of clients whose channels are side by side."""
+
+    def __init__(self, model: nn.Module, steps: Sequence[LayerwiseStep], batches: Batches, ask: Ask) -> None:
+        super().__init__(model, steps, batches, ask, max(len(targets) for _, targets in batches))
+        self._sizes = torch.tensor(self.sizes)
         places = torch.arange(self.batch).unsqueeze(1)
         # [examples, clients]: whether it is an example of the client; None if all are.
         self._real = None if self._sizes.eq(self.batch).all() else places < self._sizes
@@ -85,16 +109,6 @@ class CohortExchanges(Exchanges):
         return values.repeat_interleave(channels // len(self.steps), dim)
 
     def ask(self, kind: str, values: int, own: Arrays) -> Agreement:
-        rows = {name: value.reshape(len(self.steps), -1) for name, value in own.items()}
-        agreement = self._ask(
-            [
-                Contribution(
-                    kind, {name: value[place] for name, value in rows.items()}, size, values // self.batch * size,
-                    self.left, step.examples, step.partition,
-                )
-                for place, (step, size) in enumerate(zip(self.steps, self._sizes.tolist(), strict=True))
-            ]
-        )  # fmt: skip
-        return replace(
-            agreement, tensors={name: np.tile(value, len(rows[name])) for name, value in agreement.tensors.items()}
-        )
+        agreement = self.ask_all(kind, values, {n: value.reshape(len(self.steps), -1) for n, value in own.items()})
+        tiled = {name: np.tile(value, len(self.steps)) for name, value in agreement.tensors.items()}
+        return replace(agreement, tensors=tiled)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -22,7 +22,6 @@ from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.optimizers import SGD
 from fedbn_flwr.client.rule import ClientRule, Memo, Tensors
 from fedbn_flwr.client.training import Trained, Training, backpropagate, begun
-from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
 from fedbn_flwr.models.identity import identity
 from fedbn_flwr.norms.roles import Role
@@ -31,11 +30,10 @@ from fedbn_flwr.norms.statistics import frozen_norm
 from .exchanging import CohortExchanges
 from .gradients import loss_and_gradient
 from .trace import Computation, Network, network_of
-from .waiting import Waiting, leave_alone
+from .waiting import AskAll, Waiting, leave_alone
 
 MOMENTUM = "momentum_buffer"
 _DRAWS = "a client rule or the loss draws random numbers; set `trains_alone` in such a rule"
-AskRows = Callable[[Mapping["Row", Contribution]], Agreement]  # exchanges the contributions of all rows
 
 
 @dataclass(eq=False)
@@ -168,7 +166,7 @@ def train_rows(rows: Sequence[Row]) -> None:
                 leave_alone(group, error)
 
 
-def train_exchanging(rows: Sequence[Row], ask: AskRows) -> None:
+def train_rows_exchanging(rows: Sequence[Row], ask: AskAll) -> None:
     """Train rows whose first steps exchange, all at once; `ask` does an exchange."""
     if len({row.kind for row in rows}) > 1:
         raise ValueError("the clients' networks, losses, optimisers or client rules differ")
@@ -189,7 +187,7 @@ class _Group:
         self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
 
     @torch.no_grad()
-    def train(self, ask: AskRows | None = None) -> None:
+    def train(self, ask: AskAll | None = None) -> None:
         """Train the rows, unless random numbers are drawn, which must depend on each client alone."""
         with seeding.preserve_rng():
             before = seeding.drawn(self.training.device)
@@ -201,7 +199,7 @@ class _Group:
             memos = [_memo_at(place, memo) for memo in self.memos]
             row.trained = Trained(total / row.examples, row.shapes[0][0][0], len(row.batches), memos)
 
-    def _train(self, ask: AskRows | None) -> None:
+    def _train(self, ask: AskAll | None) -> None:
         gradients = None if ask is None else self._exchanged(ask)
         self.momentum = _stacked([row.momentum for row in self.rows])
         of_rules = zip(*(row.memos for row in self.rows), strict=True)  # of each rule, the memos of all rows
@@ -228,7 +226,7 @@ class _Group:
         steps = min(sum(1 for _ in itertools.takewhile(shape.__eq__, left[place])) for place in run)
         return slice(run[0], run[-1] + 1), steps
 
-    def _exchanged(self, ask: AskRows) -> dict[str, Tensor]:
+    def _exchanged(self, ask: AskAll) -> dict[str, Tensor]:
         """The gradients of the first step, with its exchanges."""
         training, batches = self.training, [row.batches[0] for row in self.rows]
         steps = [cast(LayerwiseStep, row.training.first_step) for row in self.rows]

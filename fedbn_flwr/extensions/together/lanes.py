@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import map_tensors
 from fedbn_flwr.client.training import Training, steps
+from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.models.identity import plain_attributes
 
 from .waiting import Waiting, leave_alone
@@ -82,7 +83,7 @@ class Lane(Waiting):
 
 def no_lane(training: Training) -> str | None:
     """Why a round must train alone; None if it may have a lane."""
-    if training.first_step is not None:
+    if isinstance(training.first_step, LayerwiseStep):
         return "the first step of a round exchanges statistics"
     if any(rule.trains_alone for rule in training.rules):
         return "a client rule has a loss of its own, or changes the model"

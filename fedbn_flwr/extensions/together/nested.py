@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 from flwr.app import Message
 
 from fedbn_flwr.client.training import TRAINER, Trained, Training, train
 from fedbn_flwr.engines.base import OnReply
 from fedbn_flwr.engines.pool import Nodes, Pool
+from fedbn_flwr.exchange.step import LayerwiseStep
 
-from .groups import Row, network_for, row_of, train_rows
+from .groups import Row, network_for, row_of, train_rows, train_rows_exchanging
 from .lanes import Lane, lane_of, no_lane, train_lanes
-from .waiting import Waiting
+from .union import Joined, joined_of, not_joined, take_first_steps
+from .waiting import AskAll, Waiting
 
 _MOST = 100  # clients at a time, since their calls are nested
 _CALLS = 50  # nested calls for each client, at most
@@ -87,10 +90,18 @@ class _Answers:
         return own.finished()
 
 
+def has_lanes(training: Training) -> bool:
+    """Whether clients with any network train at once, each on a stream of its own."""
+    return training.device.type == "cuda"
+
+
 def loaded(training: Training) -> Waiting | str:
     """The round, to be trained along with others, or why its client must train alone."""
-    row = row_of(training)
-    return lane_of(training) if isinstance(row, str) and training.device.type == "cuda" else row
+    if not isinstance(found := row_of(training), str):
+        return found
+    if isinstance(training.first_step, LayerwiseStep):
+        return joined_of(training)
+    return lane_of(training) if has_lanes(training) else found
 
 
 def train_waiting(waiting: Sequence[Waiting]) -> None:
@@ -99,8 +110,26 @@ def train_waiting(waiting: Sequence[Waiting]) -> None:
     train_lanes([each for each in waiting if isinstance(each, Lane)])
 
 
+def train_exchanging(waiting: Sequence[Waiting], ask: AskAll) -> None:
+    """Train rounds whose first steps exchange, all at once; `ask` does an exchange."""
+    if rows := [each for each in waiting if isinstance(each, Row)]:
+        train_rows_exchanging(rows, ask)
+        return
+    rounds = cast(Sequence[Joined], waiting)
+    take_first_steps(rounds, ask)
+    if has_lanes(rounds[0].training):
+        for each in rounds:
+            each.restore()
+            each.rest = lane if isinstance(lane := lane_of(each.training), Lane) else None
+        train_lanes([each.rest for each in rounds if isinstance(each.rest, Lane)])
+
+
 def problem(training: Training) -> str | None:
     """Why this client must train alone, as far as it shows before its batches are loaded, or None."""
-    if isinstance(network := network_for(training), str):
-        return no_lane(training) if training.device.type == "cuda" else network
-    return None
+    if not isinstance(network := network_for(training), str):
+        return None
+    if not isinstance(training.first_step, LayerwiseStep):
+        return no_lane(training) if has_lanes(training) else network
+    if (alone := not_joined(training)) is not None or has_lanes(training):
+        return alone
+    return f"{network}; at once they only compute their first steps"

@@ -23,8 +23,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import config_of
 from fedbn_flwr.messages.reply import other_arrays, with_config
 
-from .groups import Row, train_exchanging
-from .nested import TogetherPool, answer_together
+from .nested import TogetherPool, answer_together, train_exchanging
 from .waiting import Waiting, leave_alone
 
 if TYPE_CHECKING:
@@ -56,30 +55,29 @@ class Cohort(Session[Contributions, Mapping[int, Message]]):
         return {reply.metadata.src_node_id: reply for reply in replies}
 
     def _train(self, exchange: Callable[[Contributions], Agreement], waiting: Sequence[Waiting]) -> None:
-        rows = [each for each in waiting if isinstance(each, Row)]
-        if len(rows) < len(self.queries):
+        if len(waiting) < len(self.queries) or len({type(each) for each in waiting}) > 1:
             return  # some cannot train together, or have failed
-        node_of = dict(zip(rows, self.queries, strict=True))  # rounds wait in the order of their messages
+        node_of = dict(zip(waiting, self.queries, strict=True))  # rounds wait in the order of their messages
         try:
-            train_exchanging(rows, functools.partial(self._ask, exchange, node_of))
+            train_exchanging(waiting, functools.partial(self._ask, exchange, node_of))
         except Exception as error:
-            leave_alone(rows, error)
+            leave_alone(waiting, error)
             return
         self._trained = True
-        for row, node in node_of.items():
+        for each, node in node_of.items():
             if node not in self._last:
-                row.trained = None  # it was left out, so its round must fail, and leave its state as it is
+                each.forget()  # it was left out, so its round must fail, and leave its state as it is
 
     def _ask(
         self,
         exchange: Callable[[Contributions], Agreement],
-        node_of: Mapping[Row, int],
-        contributions: Mapping[Row, Contribution],
+        node_of: Mapping[Waiting, int],
+        contributions: Mapping[Waiting, Contribution],
     ) -> Agreement:
-        agreement = exchange({node_of[row]: contribution for row, contribution in contributions.items()})
-        for row, node in node_of.items():
+        agreement = exchange({node_of[each]: contribution for each, contribution in contributions.items()})
+        for each, node in node_of.items():
             if node in self._last:  # the train messages bring the last agreement, and records for the rules
-                row.training.records.update(other_arrays(self._last[node].content))
+                each.training.records.update(other_arrays(self._last[node].content))
         return agreement
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fedbn_flwr.client.training import Trained, Training, train
 from fedbn_flwr.errors import log_once
+from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.named import in_a_line
 
 
@@ -17,6 +18,10 @@ class Waiting(ABC):
 
     training: Training
     trained: Trained | None = field(default=None, init=False)  # along with others; None if it must train alone
+
+    def forget(self) -> None:
+        """Forget what was computed along with others."""
+        self.trained = None
 
     @abstractmethod
     def restore(self) -> None:
@@ -28,8 +33,11 @@ class Waiting(ABC):
         return train(self.training) if self.trained is None else self.trained
 
 
+AskAll = Callable[[Mapping[Waiting, Contribution]], Agreement]  # exchanges the contributions of all rounds
+
+
 def leave_alone(waiting: Iterable[Waiting], error: Exception) -> None:
     """Let these train alone. One client's data may be the cause of the error: then only that client fails."""
     log_once(f"training several clients at once has failed, so each trains alone: {in_a_line(error)}")
     for each in waiting:
-        each.trained = None
+        each.forget()

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from fedbn_flwr import BNClient, client_app, run, strategies
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.extensions.together import parked
-from fedbn_flwr.extensions.together.groups import Row, train_exchanging
+from fedbn_flwr.extensions.together.nested import train_exchanging
 from fedbn_flwr.extensions.together.parked import CohortPool
+from fedbn_flwr.extensions.together.waiting import Waiting
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import GlobalMomentum
 from tests.support.addressed import Addressed, OwnModel
 from tests.support.federations import models_of, nodes_in_means, same
-from tests.support.fixtures import Batches
+from tests.support.fixtures import Batches, small_net
 from tests.support.marks import slow_except
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
@@ -44,7 +45,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of clients whose first steps are computed at once."""
     found: list[int] = []
 
-    def noted(rows: Sequence[Row], ask: Any) -> None:
+    def noted(rows: Sequence[Waiting], ask: Any) -> None:
         found.append(len(rows))
         train_exchanging(rows, ask)
 
@@ -207,7 +208,7 @@ def test_a_client_that_fails_before_training_fails_by_itself(federation: Federat
 
 
 def test_networks_that_cannot_are_unchanged_to_the_last_bit(federation: Federations, groups: list[int]) -> None:
-    fed = federation((8, 12))
+    fed = federation((8, 12), model=lambda: nn.Sequential(nn.PReLU(), small_net()))
     expected = models_of(fed, FedTAN(), 2)
     found = models_of(fed, FedTAN(), 2, grid=fed.grid(pool=partial(CohortPool, most=2)))
     assert all(map(same, found, expected))

@@ -1,0 +1,355 @@
+"""First steps of FedTAN in one pass over all batches: the results of clients whose exchanges are messages."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedbn_flwr import BNClient, client_app, strategies
+from fedbn_flwr.extensions.together import nested, parked
+from fedbn_flwr.extensions.together.lanes import train_lanes
+from fedbn_flwr.extensions.together.nested import train_exchanging
+from fedbn_flwr.extensions.together.parked import CohortPool
+from fedbn_flwr.extensions.together.union import Joined
+from fedbn_flwr.extensions.together.waiting import Waiting
+from fedbn_flwr.models.build import build_model
+from fedbn_flwr.models.tensors import ModelTensors
+from fedbn_flwr.strategies import GlobalMomentum
+from tests.support.addressed import OwnModel
+from tests.support.federations import models_of, nodes_in_means, same
+from tests.support.marks import slow_except
+from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
+
+from .test_exchanges import Ill
+
+Federations = Callable[..., Any]
+
+
+class Residual(nn.Module):
+    """Convolutions with groups, bias and stride, a norm without gamma and beta, a layer that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 6, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(6)
+        self.grouped = nn.Conv2d(6, 6, 3, padding=1, groups=3)
+        self.plain = nn.BatchNorm2d(6, affine=False)
+        self.down = nn.Conv2d(6, 4, 2, stride=2, dilation=1)
+        self.last = nn.BatchNorm1d(4, momentum=None)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        for _ in range(2):
+            x = x + self.plain(self.grouped(x)).relu()
+        x = self.down(x).amax((2, 3))
+        return self.head(self.last(x))
+
+
+def series() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(2), nn.Conv1d(2, 5, 3, bias=False), nn.BatchNorm1d(5), nn.ReLU(), nn.Flatten(), nn.Linear(70, 3)
+    )
+
+
+def small() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of clients whose first steps were computed in one pass."""
+    found: list[int] = []
+
+    def noted(waiting: Sequence[Waiting], ask: Any) -> None:
+        train_exchanging(waiting, ask)
+        found.append(sum(isinstance(each, Joined) for each in waiting))
+
+    monkeypatch.setattr(parked, "train_exchanging", noted)
+    return found
+
+
+def check(found: list[dict[str, np.ndarray]], expected: list[dict[str, np.ndarray]]) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            np.testing.assert_allclose(mine[key], theirs[key], rtol=1e-10, atol=1e-10, err_msg=key)
+
+
+def both(
+    fed: Any, strategy: Callable[..., Any] = FedTAN, rounds: int = 2, most: int = 9, app: Any = None
+) -> tuple[list[list[int]], list[str]]:
+    """Check that both ways have the same models and participants; returns the nodes in each mean, and the reasons why
+    nodes were left out of the last round."""
+    results = []
+    for pool in ({}, {"pool": partial(CohortPool, most=most)}):
+        made = strategy(fraction_evaluate=0.0)
+        nodes = nodes_in_means(made)
+        with fed.grid(app if pool else None, **pool) as grid:
+            results.append((models_of(fed, made, rounds, grid=grid), nodes, made.base.training.left_out))
+    (expected, *others), (found, *same_others) = results
+    check(found, expected)
+    assert not same(found[-1], found[0])
+    assert same_others == others
+    return others[0], others[1]
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "small": small,
+    "residual": Residual,
+    "series": series,
+    "resnet20": lambda: nn.Sequential(nn.Conv2d(2, 3, 1), build_model("resnet20", 3, "bn")),
+    "cnn": lambda: build_model("cnn", 3, "bn", input_shape=(2, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (8, 13, 6, 11)], ids=["equal", "unequal"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_network_equals_messages(
+    name: str, sizes: tuple[int, ...], federation: Federations, groups: list[int]
+) -> None:
+    fed = federation(sizes, model=NETWORKS[name], dtype=torch.float64, momentum=0.5, lr=0.01, epochs=2)
+    # On so few images, a second round of ResNet-20 turns a difference of 1e-15 in the initial weights into 2e-5.
+    rounds = 1 if name == "resnet20" else 2
+    both(fed, rounds=rounds)
+    assert groups == [len(sizes)] * rounds
+
+
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "paper": partial(FedTAN, exchange="paper"),
+    "weighted by batch": partial(FedTAN, weights="batch"),
+    "messages only": partial(FedTAN, direct=False),
+    "forward only": FedAvgGlobalStats,
+    "FedTAN-II": partial(FedTANII, fedtan_rounds=1),
+}
+
+
+@pytest.mark.parametrize("name", slow_except({"paper", "forward only"}, STRATEGIES))
+def test_every_mode_equals_messages(name: str, federation: Federations, groups: list[int]) -> None:
+    both(federation((8, 13, 6), model=Residual, dtype=torch.float64, momentum=0.5), STRATEGIES[name])
+    assert groups == [3] * (1 if name == "FedTAN-II" else 2)
+
+
+def test_rules_that_remember_equal_messages(federation: Federations, groups: list[int]) -> None:
+    fed = federation((8, 13, 6), model=small, dtype=torch.float64, momentum=0.5, keep_momentum=True)
+    make = lambda: GlobalMomentum(FedTAN())  # noqa: E731
+    expected = models_of(fed, make(), 3)
+    with fed.grid(pool=partial(CohortPool, most=3)) as grid:
+        check(models_of(fed, make(), 3, grid=grid), expected)
+    assert groups == [3] * 3
+
+
+@pytest.mark.parametrize("options", [{"compile": False}, {"weight_decay": 0.1}, {"precision": torch.bfloat16}])
+def test_options_of_later_steps_are_kept(options: dict[str, Any], federation: Federations, groups: list[int]) -> None:
+    both(federation((8, 13), model=small, dtype=torch.float64, **options))
+    assert groups == [2, 2]
+
+
+def test_clients_may_share_a_model_and_a_loader_may_shuffle(federation: Federations, groups: list[int]) -> None:
+    fed = federation((8, 13, 6), model=small, dtype=torch.float64)
+    loaders = [
+        DataLoader(TensorDataset(*(torch.cat(each) for each in zip(*data.batches, strict=True))), 4, shuffle=True)
+        for data in fed.data
+    ]
+    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
+
+    def app(model: Callable[[], Any]) -> Any:
+        def make_client(context: Any) -> BNClient:
+            return BNClient(model(), loaders[int(context.node_config["partition-id"])], lr=0.1, context=context)
+
+        return client_app(make_client)
+
+    expected = models_of(fed, FedTAN(), 2, grid=fed.grid(app(lambda: copy.deepcopy(fed.model))))
+    with fed.grid(app(lambda: shared), pool=partial(CohortPool, most=3)) as grid:
+        check(models_of(fed, FedTAN(), 2, grid=grid), expected)
+    assert groups == [3, 3]
+
+
+def test_more_clients_than_at_once_exchange_as_a_whole(federation: Federations, groups: list[int]) -> None:
+    both(federation((8, 13, 6, 9, 8), model=small, dtype=torch.float64), most=2)
+    assert sorted(groups) == [1, 1, 2, 2, 2, 2]
+
+
+def test_a_client_with_nan_is_left_out(federation: Federations, groups: list[int]) -> None:
+    fed = federation((8, 13, 6), model=Residual, dtype=torch.float64, momentum=0.5, keep_momentum=True)
+    fed.data[1].batches[0][0].fill_(torch.nan)
+    nodes, (reason,) = both(fed)
+    assert nodes == [[1, 3]] * 2
+    assert "client 1 (node 2): 'mean' has values from nan to nan" in reason
+    assert groups == [3, 3]
+
+
+@pytest.mark.parametrize(("batch", "times"), [(0, 0), (1, 2)], ids=["first", "later"])
+def test_a_client_that_fails_does_so_alone(batch: int, times: int, federation: Federations, groups: list[int]) -> None:
+    """Its labels are out of range: found in the pass of all, or in a later step."""
+    fed = federation((8, 13, 6), model=small, dtype=torch.float64)
+    fed.data[1].batches[batch][1].fill_(7)
+    nodes, (reason,) = both(fed)
+    assert nodes == [[1, 3]] * 2
+    assert "Target 7 is out of bounds" in reason
+    assert groups == [3] * times
+
+
+class Mixing(nn.Module):
+    """Its outputs depend on the other examples of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - 0.1 * x.mean(0)
+
+
+class Outside(nn.Module):
+    """Uses the weight of a layer without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) @ self.layer.weight.t()
+
+
+class Flat(nn.Module):
+    """Takes each channel as an example."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1).unsqueeze(1)
+
+
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def ending(*last: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 4), nn.Flatten(), nn.BatchNorm1d(4), nn.ReLU(), *last, nn.Linear(4, 3))
+
+
+def hooked() -> nn.Module:
+    model = ending()
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+def with_own_forward() -> nn.Module:
+    model = ending()
+    model[0].forward = lambda x: F.conv2d(x, model[0].weight)
+    return model
+
+
+class Running(nn.InstanceNorm2d):
+    def __init__(self) -> None:
+        super().__init__(2, track_running_stats=True)
+
+
+UNFIT = {
+    "the model computes an example's output from other examples too": lambda: ending(Mixing()),
+    "the model uses a parameter outside of its layer": lambda: ending(Outside()),
+    "the model changes the number of examples": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.Flatten(2),
+        Flat(),
+        nn.BatchNorm1d(1),
+        nn.Unflatten(0, (-1, 4)),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    ),
+    "the model or the loss draws random numbers": lambda: ending(nn.Dropout(0.5)),
+    "the model's forward changes the model": lambda: ending(Counting()),
+}
+
+
+@pytest.mark.parametrize("why", UNFIT)
+def test_networks_that_cannot_train_alone_and_say_so_once(
+    why: str, federation: Federations, groups: list[int], flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((8, 13, 6), model=UNFIT[why], dtype=torch.float64)
+    shared = [copy.deepcopy(fed.model) for _ in fed.data]  # kept for all rounds
+
+    def make_client(context: Any) -> BNClient:
+        client = int(context.node_config["partition-id"])
+        return BNClient(shared[client], fed.data[client], lr=0.1, context=context)
+
+    both(dataclasses.replace(fed, options={"lr": 0.1}), rounds=3, app=client_app(make_client))
+    assert groups == []
+    said = [each for each in flower_log.messages if why in each]
+    assert said == [f"training several clients at once has failed, so each trains alone: NotImplementedError: {why}"]
+
+
+ALONE = {
+    "'2' is GroupNorm(2, 4, eps=1e-05, affine=True)": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(16, 3)
+    ),
+    "a module or a parameter has hooks": hooked,
+    "'0' is Running(2, eps=1e-05, momentum=0.1, affine=False, track_running_stats=True)": lambda: nn.Sequential(
+        Running(), ending()
+    ),
+    "'0' is Conv2d(2, 4, kernel_size=(4, 4), stride=(1, 1))": with_own_forward,
+}
+
+
+@pytest.mark.parametrize("why", ALONE)
+def test_layers_that_cannot_train_alone_to_the_last_bit(
+    why: str, federation: Federations, groups: list[int], flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((8, 13), model=ALONE[why])
+    expected = models_of(fed, FedTAN(), 2)
+    with fed.grid(pool=partial(CohortPool, most=2)) as grid:
+        found = models_of(fed, FedTAN(), 2, grid=grid)
+    assert all(map(same, found, expected))
+    assert groups == []
+    assert "at once" not in flower_log.text
+
+
+def drawing_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs + torch.rand_like(outputs), targets)
+
+
+def test_losses_that_draw_draw_what_they_draw_alone(federation: Federations, groups: list[int]) -> None:
+    both(federation((8, 13), model=small, dtype=torch.float64, loss=drawing_loss))
+    assert groups == []
+
+
+class OwnFedTAN(OwnModel, strategies.FedTAN):
+    pass
+
+
+def test_clients_with_different_models_train_alone(
+    federation: Federations, groups: list[int], flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed = federation((8, 13), dtype=torch.float64, model=lambda: nn.Sequential(*ending()[:3], nn.Linear(4, 3)))
+    both(fed, partial(OwnFedTAN, min_batch=1))
+    assert groups == []
+    assert "NotImplementedError: the clients' weights differ" in flower_log.text
+
+
+def test_a_round_goes_on_in_lanes(federation: Federations, groups: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the steps after the first are taken in turn, with the results of clients one after the other."""
+    lanes: list[int] = []
+
+    def noted(waiting: Sequence[Any]) -> None:
+        lanes.append(len(waiting))
+        train_lanes(waiting)
+
+    monkeypatch.setattr(nested, "has_lanes", lambda training: True)
+    monkeypatch.setattr(nested, "train_lanes", noted)
+    fed = federation((8, 13, 6), model=Residual, dtype=torch.float64, momentum=0.5, keep_momentum=True, epochs=2)
+    fed.data[1] = Ill(fed.data[1].batches)
+    nodes, _ = both(fed, rounds=3)
+    assert nodes == [[1, 3], [1, 2, 3], [1, 2, 3]]
+    assert groups == lanes == [3, 3, 3]
