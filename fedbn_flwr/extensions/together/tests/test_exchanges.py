@@ -53,11 +53,11 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def check(found: list[dict[str, np.ndarray]], expected: list[dict[str, np.ndarray]]) -> None:
+def check(found: list[dict[str, np.ndarray]], expected: list[dict[str, np.ndarray]], within: float = 1e-12) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.keys() == theirs.keys()
         for key in mine:
-            np.testing.assert_allclose(mine[key], theirs[key], rtol=1e-12, atol=1e-12, err_msg=key)
+            np.testing.assert_allclose(mine[key], theirs[key], rtol=within, atol=within, err_msg=key)
 
 
 STRATEGIES: dict[str, Callable[..., Any]] = {
@@ -86,17 +86,20 @@ def test_every_mode_equals_messages(
     assert not same(found[-1], expected[0])
 
 
-def both(fed: Any, strategy: Callable[..., Any], rounds: int = 2, most: int = 9) -> tuple[list[list[int]], list[str]]:
+def both(
+    fed: Any, strategy: Callable[..., Any], rounds: int = 2, most: int = 9, app: Any = None, within: float = 1e-12
+) -> tuple[list[list[int]], list[str]]:
     """Check that both ways have the same models and participants; returns the nodes in each mean, and the reasons why
     nodes were left out of the last round."""
     results = []
     for pool in ({}, {"pool": partial(CohortPool, most=most)}):
         made = strategy(fraction_evaluate=0.0)
         nodes = nodes_in_means(made)
-        with fed.grid(**pool) as grid:
+        with fed.grid(app if pool else None, **pool) as grid:
             results.append((models_of(fed, made, rounds, grid=grid), nodes, made.base.training.left_out))
     (expected, *others), (found, *same_others) = results
-    check(found, expected)
+    check(found, expected, within)
+    assert not same(found[-1], found[0])
     assert same_others == others
     return others[0], others[1]
 
