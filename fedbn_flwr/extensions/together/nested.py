@@ -132,4 +132,4 @@ def problem(training: Training) -> str | None:
         return no_lane(training) if has_lanes(training) else network
     if (alone := not_joined(training)) is not None or has_lanes(training):
         return alone
-    return f"{network}; at once they only compute their first steps"
+    return f"{network}; only their first steps are computed at once"

@@ -60,8 +60,10 @@ class Joined(Waiting):
         self.received = [tensor.detach().clone() for tensor in _tensors(self.training.model)]
 
     @property
-    def weights(self) -> list[Tensor]:
-        return self.received[: sum(1 for _ in self.training.model.parameters())]
+    def weights(self) -> Tensor:
+        """The values of all parameters, in one tensor: comparing each would make the host wait for the device."""
+        count = sum(1 for _ in self.training.model.parameters())
+        return torch.cat([tensor.flatten() for tensor in self.received[:count]])
 
     @property
     def kind(self) -> Hashable:
@@ -155,9 +157,9 @@ def _take_first_steps(rounds: Sequence[Joined], ask: AskAll) -> None:
     model = first.training.model
     if any(each.kind != first.kind for each in others):
         raise NotImplementedError("the clients' networks, losses or batches differ")
-    for each in others:  # each updates its own statistics, which do not matter for its step
-        if not all(map(torch.equal, each.weights, first.weights)):
-            raise NotImplementedError("the clients' weights differ")
+    weights = first.weights
+    if not all(each.weights.equal(weights) for each in others):  # statistics do not matter, and each updates its own
+        raise NotImplementedError("the clients' weights differ")
     first.restore()
     union = UnionExchanges(
         model,
@@ -196,7 +198,8 @@ class UnionExchanges(SeveralExchanges):
     def __init__(self, model: nn.Module, steps: Sequence[LayerwiseStep], batches: Batches, ask: Ask) -> None:
         super().__init__(model, steps, batches, ask, sum(len(targets) for _, targets in batches))
         self._each = [Exchanges(step, size, 0) for step, size in zip(steps, self.sizes, strict=True)]
-        self._names = {module: name for name, module in model.named_modules()}
+        self._layers = {module: name for name, module in model.named_modules()}
+        self._keys = {parameter: key for key, parameter in model.named_parameters()}  # layers may share a parameter
         self.found: list[Gradients] = [{} for _ in steps]  # the gradients of each client
         self.agreed: list[tuple[str, Moments]] = []
 
@@ -224,8 +227,8 @@ class UnionExchanges(SeveralExchanges):
 
     def note(self, module: nn.Module, name: str, gradients: Iterable[Tensor]) -> None:
         """Add the clients' gradients of one of the module's parameters; a module may be called twice."""
-        if module._parameters[name] is not None:
-            key = f"{prefix}.{name}" if (prefix := self._names[module]) else name
+        if (parameter := module._parameters[name]) is not None:
+            key = self._keys[parameter]
             for found, gradient in zip(self.found, gradients, strict=True):
                 found[key] = found[key] + gradient if key in found else gradient
 
@@ -247,7 +250,7 @@ class UnionExchanges(SeveralExchanges):
         return self.ask_all(kind, values, cast(Arrays, rows))
 
     def norm(self, layer: _BatchNorm, y: Tensor, gamma: Tensor, beta: Tensor, moments: Moments) -> Tensor:
-        self.agreed.append((self._names[layer], moments))
+        self.agreed.append((self._layers[layer], moments))
         out: Tensor = _UnionNorm.apply(y, gamma.detach(), beta.detach(), layer, moments, self)  # type: ignore[no-untyped-call]
         return out
 

@@ -57,6 +57,18 @@ class Residual(nn.Module):
         return self.head(self.last(x))
 
 
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = nn.BatchNorm1d(32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x.flatten(1))).relu())[:, :3]
+
+
 def series() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(2), nn.Conv1d(2, 5, 3, bias=False), nn.BatchNorm1d(5), nn.ReLU(), nn.Flatten(), nn.Linear(70, 3)
@@ -91,6 +103,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "small": small,
     "residual": Residual,
     "series": series,
+    "tied": Tied,
     "resnet20": lambda: nn.Sequential(nn.Conv2d(2, 3, 1), build_model("resnet20", 3, "bn")),
     "cnn": lambda: build_model("cnn", 3, "bn", input_shape=(2, 4, 4)),
 }
