@@ -334,6 +334,7 @@ def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], T
 _calls: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
 
 
+@torch.no_grad()
 def count_calls(model: nn.Module, inputs: Value) -> int:
     """How many times a forward pass calls batch norms that train. The model does not change; the number is remembered.
 
@@ -344,29 +345,21 @@ def count_calls(model: nn.Module, inputs: Value) -> int:
     if known == case:
         return calls
     calls = 0
+    # The pass may change any buffer, for instance in a spectral norm.
+    tables = [module._buffers for module in model.modules()]
+    buffers = [(t, name, buffer, buffer.clone()) for t in tables for name, buffer in t.items() if buffer is not None]
 
     def counted(layer: _BatchNorm, y: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
         return y.clone()  # an activation after it may work in place
 
-    with seeding.preserve_rng():
-        outputs_without_trace(model, inputs, counted)
-    _calls[model] = case, calls
-    return calls
-
-
-@torch.no_grad()
-def outputs_without_trace(model: nn.Module, inputs: Value, forward: Callable[[_BatchNorm, Tensor], Tensor]) -> Outputs:
-    """The outputs with this `forward` of batch norms that train. The model does not change."""
-    # The pass may change any buffer, for instance in a spectral norm.
-    tables = [module._buffers for module in model.modules()]
-    buffers = [(t, name, buffer, buffer.clone()) for t in tables for name, buffer in t.items() if buffer is not None]
-    with replaced_forward(model, forward):
-        outputs = model(inputs)
+    with seeding.preserve_rng(), replaced_forward(model, counted):
+        model(inputs)
     for table, name, buffer, before in buffers:
         table[name] = buffer.copy_(before)
-    return outputs
+    _calls[model] = case, calls
+    return calls
 
 
 def check_batch(examples: int, *, min_batch: int, own_min_batch: int) -> None:

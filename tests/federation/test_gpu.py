@@ -164,7 +164,9 @@ def test_clients_at_once_are_clients_one_by_one(rule: str, compile: bool, monkey
 
     monkeypatch.setattr(nested, "train_lanes", noted)
     one_by_one = federate(RULES[rule](), GPU, 2, compile=compile)
-    close(one_by_one, federate(RULES[rule](), GPU, 2, at_once=3, compile=compile), 1e-9)
+    # For FedTAN's first steps cuDNN may choose other kernels, whose rounding errors grow.
+    within = 1e-6 if rule == "FedTAN" else 1e-9
+    close(one_by_one, federate(RULES[rule](), GPU, 2, at_once=3, compile=compile), within)
     assert groups == [3, 3]
     assert not uncompiled
 

@@ -40,7 +40,7 @@ class SeveralExchanges(Exchanges):
         batch: int,
     ) -> None:
         self.steps, self.batches, self._ask = steps, batches, ask
-        self.sizes = [len(targets) for _, targets in batches]
+        self.sizes = [len(inputs) for inputs, _ in batches]
         super().__init__(steps[0], batch, steps[0].count_exchanges(model, batches[0][0]))
 
     def ask_all(self, kind: str, values: int, rows: Arrays) -> Agreement:
@@ -60,7 +60,7 @@ class CohortExchanges(SeveralExchanges):
     """The exchanges of clients whose channels are side by side."""
 
     def __init__(self, model: nn.Module, steps: Sequence[LayerwiseStep], batches: Batches, ask: Ask) -> None:
-        super().__init__(model, steps, batches, ask, max(len(targets) for _, targets in batches))
+        super().__init__(model, steps, batches, ask, max(len(inputs) for inputs, _ in batches))
         self._sizes = torch.tensor(self.sizes)
         places = torch.arange(self.batch).unsqueeze(1)
         # [examples, clients]: whether it is an example of the client; None if all are.

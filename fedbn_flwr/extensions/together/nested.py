@@ -20,8 +20,8 @@ from fedbn_flwr.engines.pool import Nodes, Pool
 from fedbn_flwr.exchange.step import LayerwiseStep
 
 from .groups import Row, network_for, row_of, train_rows, train_rows_exchanging
+from .joined import Joined, joined_of, not_joined, take_first_steps
 from .lanes import Lane, lane_of, no_lane, train_lanes
-from .union import Joined, joined_of, not_joined, take_first_steps
 from .waiting import AskAll, Waiting
 
 _MOST = 100  # clients at a time, since their calls are nested
@@ -99,8 +99,8 @@ def loaded(training: Training) -> Waiting | str:
     """The round, to be trained along with others, or why its client must train alone."""
     if not isinstance(found := row_of(training), str):
         return found
-    if isinstance(training.first_step, LayerwiseStep):
-        return joined_of(training)
+    if isinstance(training.first_step, LayerwiseStep):  # of a network that could be a row, the batches are loaded
+        return joined_of(training) if isinstance(network_for(training), str) else found
     return lane_of(training) if has_lanes(training) else found
 
 

@@ -1,202 +1,52 @@
-"""The first step of clients whose batch norms exchange (FedTAN), for any network of convolutions and linear layers.
+"""One pass over the batches of several clients with one model, whose batch norms exchange.
 
-All clients begin the round with the same model, and with exchanges they normalise with the same statistics. So their
-passes are one pass over the batches of all, one after the other, in which only three things belong to each client: its
-moments, its loss, and the gradients of its weights. All further steps are each client's own.
+With exchanges all clients normalise with the same statistics. So if their weights are equal, their passes are one pass
+over the examples of all, the first client's first. Three things belong to each client: its moments, its loss and its
+gradients.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr import seeding
-from fedbn_flwr.client.rule import ClientRule, Loss
-from fedbn_flwr.client.training import Trained, Training
+from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.exchange.codec import Agreement
 from fedbn_flwr.exchange.step import (
     Exchanges,
     LayerwiseStep,
     Moments,
     affine_gradients,
-    check_batch,
     direct_gradients,
-    exchanged_layers,
     input_gradient,
-    no_exchange,
-    outputs_without_trace,
-    update_running,
 )
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.models.identity import hook_places, hooks_of, identity, plain_attributes
 
 from .exchanging import Ask, Batches, SeveralExchanges
-from .waiting import AskAll, Waiting
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Gradients = dict[str, Tensor]  # by the parameters' names
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-@dataclass(eq=False)
-class Joined(Waiting):
-    """A round whose first step is computed with those of others."""
-
-    batch: tuple[Tensor, Tensor]  # the first one
-    step: LayerwiseStep
-    received: list[Tensor] = field(init=False)  # the values of the network that the round begins with
-    rest: Waiting | None = field(default=None, init=False)  # the steps after it, if they are computed at once too
-
-    def __post_init__(self) -> None:
-        self.received = [tensor.detach().clone() for tensor in _tensors(self.training.model)]
-
-    @property
-    def weights(self) -> Tensor:
-        """The values of all parameters, in one tensor: comparing each would make the host wait for the device."""
-        count = sum(1 for _ in self.training.model.parameters())
-        return torch.cat([tensor.flatten() for tensor in self.received[:count]])
-
-    @property
-    def kind(self) -> Hashable:
-        """What rounds must have in common."""
-        inputs, step = self.batch[0], self.step
-        return (
-            plain_attributes(self.training.model), inputs.shape[1:], inputs.dtype, inputs.device,
-            identity(self.training.loss), step.fused, step.backward,
-        )  # fmt: skip
-
-    def forget(self) -> None:
-        self.training.first_step = self.step
-        if self.rest is not None:
-            self.rest.forget()
-
-    def finished(self) -> Trained:
-        return super().finished() if self.rest is None else self.rest.finished()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        torch._foreach_copy_(_tensors(self.training.model), self.received)
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*itertools.chain(model.parameters(), model.buffers())]
-
-
-def joined_of(training: Training) -> Joined | str:
-    """The round, whose first step may be computed with those of others, or why it cannot be."""
-    if (problem := not_joined(training)) is not None:
-        return problem
-    with seeding.streams(training.seed, training.device):
-        before = seeding.drawn(training.device)
-        training.batches = batches = list(training.batches)
-        if seeding.drawn(training.device) != before and any(
-            (type(rule).adjust, type(rule).begin) != (ClientRule.adjust, ClientRule.begin) for rule in training.rules
-        ):
-            return "its batches are drawn at random, and its client rules may draw too"
-    inputs, targets = batches[0] if batches else (None, None)
-    if not (isinstance(inputs, Tensor) and inputs.is_floating_point() and isinstance(targets, Tensor)):
-        return "it has no batches, or their inputs are no tensor of floats"
-    step = cast(LayerwiseStep, training.first_step)
-    check_batch(len(inputs), min_batch=step.min_batch, own_min_batch=step.own_min_batch)
-    return Joined(training, (inputs.to(training.device), targets.to(training.device)), step)
-
-
-# The models whose first steps could not be computed in one pass, with the reason.
-_unfit: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
-
-
-def not_joined(training: Training) -> str | None:
-    """Why the first step cannot be computed with those of other clients, as far as it is known without batches."""
-    step, model = training.first_step, training.model
-    if model in _unfit:
-        return _unfit[model]
-    if not (isinstance(step, LayerwiseStep) and step.exchange is no_exchange):
-        return "the first step of a round exchanges statistics"
-    if any(rule.trains_alone for rule in training.rules):
-        return "a client rule has a loss of its own, or changes the model"
-    if any(hook_places(model)) or any(map(hooks_of, model.parameters())):
-        return "a module or a parameter has hooks"
-    norms = exchanged_layers(model)
-    for name, module in model.named_modules():
-        own = itertools.chain(module._parameters.values(), module._buffers.values())
-        if name not in norms and any(each is not None for each in own) and not _is_known(module):
-            return f"{name or 'the model'!r} is {str(module).partition(chr(10))[0]}"
-    return None
-
-
-def _is_known(module: nn.Module) -> bool:
+def is_known(module: nn.Module) -> bool:
+    """Whether the module is a layer whose weights can have a gradient for each client."""
     if "forward" in vars(module) or type(module) not in (nn.Linear, *_CONVOLUTIONS):
         return False
     return type(module) is nn.Linear or (module.padding_mode == "zeros" and not isinstance(module.padding, str))
-
-
-def take_first_steps(rounds: Sequence[Joined], ask: AskAll) -> None:
-    """Compute the first steps, which the rounds then take; `ask` does an exchange.
-
-    NotImplementedError says why they cannot be computed in one pass, now and in later rounds.
-    """
-    try:
-        with seeding.preserve_rng():
-            _take_first_steps(rounds, ask)
-    except NotImplementedError as error:
-        _unfit.update((each.training.model, str(error)) for each in rounds)
-        raise
-
-
-def _take_first_steps(rounds: Sequence[Joined], ask: AskAll) -> None:
-    first, *others = rounds
-    model = first.training.model
-    if any(each.kind != first.kind for each in others):
-        raise NotImplementedError("the clients' networks, losses or batches differ")
-    weights = first.weights
-    if not all(each.weights.equal(weights) for each in others):  # statistics do not matter, and each updates its own
-        raise NotImplementedError("the clients' weights differ")
-    first.restore()
-    union = UnionExchanges(
-        model,
-        [each.step for each in rounds],
-        [each.batch for each in rounds],
-        lambda contributions: ask(dict(zip(rounds, contributions, strict=True))),
-    )
-    _check(union, model, first.training.loss)
-    losses = union.losses(model, first.training.loss)
-    for each, own, gradients in zip(rounds, losses, union.found, strict=True):
-        each.training.first_step = KnownStep(own, gradients, union.agreed)
-
-
-@dataclass(frozen=True)
-class KnownStep:
-    """A first step that has been computed."""
-
-    loss: Tensor
-    gradients: Gradients
-    agreed: Sequence[tuple[str, Moments]]  # of each call of a batch norm: the layer's name and the moments
-
-    @torch.no_grad()
-    def __call__(self, model: nn.Module, inputs: Any, targets: Any, loss_fn: Loss) -> Tensor:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.grad = self.gradients.get(name)
-        layers = exchanged_layers(model)
-        for name, moments in self.agreed:
-            update_running(layers[name], moments)
-        return self.loss
 
 
 class UnionExchanges(SeveralExchanges):
     """The exchanges of clients with one model, whose batches are one after the other in the union."""
 
     def __init__(self, model: nn.Module, steps: Sequence[LayerwiseStep], batches: Batches, ask: Ask) -> None:
-        super().__init__(model, steps, batches, ask, sum(len(targets) for _, targets in batches))
+        super().__init__(model, steps, batches, ask, sum(len(inputs) for inputs, _ in batches))
         self._each = [Exchanges(step, size, 0) for step, size in zip(steps, self.sizes, strict=True)]
         self._layers = {module: name for name, module in model.named_modules()}
         self._keys = {parameter: key for key, parameter in model.named_parameters()}  # layers may share a parameter
@@ -209,7 +59,8 @@ class UnionExchanges(SeveralExchanges):
         inputs, targets = zip(*self.batches, strict=True)
 
         def losses_of(outputs: Any) -> Tensor:
-            return torch.stack([loss_fn(*pair) for pair in zip(self.parts(outputs), targets, strict=True)])
+            # A loss may work in place, which PyTorch allows only in copies of parts.
+            return torch.stack([loss_fn(own.clone(), y) for own, y in zip(self.parts(outputs), targets, strict=True)])
 
         model.zero_grad()
         with _shared_weights(model, self):
@@ -221,8 +72,8 @@ class UnionExchanges(SeveralExchanges):
 
     def parts(self, values: Tensor) -> Sequence[Tensor]:
         """The clients' parts of values of the union."""
-        if len(values) != self.batch:
-            raise NotImplementedError("the model changes the number of examples")
+        if not isinstance(values, Tensor) or len(values) != self.batch:
+            raise NotImplementedError("the model has no tensors with a row for each example")
         return values.split(self.sizes)  # type: ignore[no-any-return]
 
     def note(self, module: nn.Module, name: str, gradients: Iterable[Tensor]) -> None:
@@ -309,8 +160,8 @@ class _SharedLayer(torch.autograd.Function):
         return of_x, None, None, None
 
 
-def _shared(start: Tensor, layer: nn.Module, union: UnionExchanges, x: Tensor) -> Tensor:
-    y: Tensor = _SharedLayer.apply(x, start, layer, union)  # type: ignore[no-untyped-call]
+def _shared(start: Tensor, layer: nn.Module, union: UnionExchanges, input: Tensor) -> Tensor:
+    y: Tensor = _SharedLayer.apply(input, start, layer, union)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -332,7 +183,7 @@ def _convolution(layer: Any, d: Tensor, x: Tensor, wanted: tuple[bool, bool]) ->
 @contextmanager
 def _shared_weights(model: nn.Module, union: UnionExchanges) -> Iterator[None]:
     """In this block, the layers' weights have a gradient for each client, in `union.found`."""
-    layers = [module for module in model.modules() if _is_known(module)]
+    layers = [module for module in model.modules() if is_known(module)]
     start = torch.zeros((), requires_grad=True)  # backward must reach layers whose inputs need no gradient
     try:
         for layer in layers:
@@ -341,33 +192,3 @@ def _shared_weights(model: nn.Module, union: UnionExchanges) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.__dict__.pop("forward", None)
-
-
-# The models that `_check` has found fit, and what decides it.
-_fit: WeakKeyDictionary[nn.Module, Hashable] = WeakKeyDictionary()
-
-
-def _check(union: UnionExchanges, model: nn.Module, loss_fn: Loss) -> None:
-    """NotImplementedError if random numbers are drawn, which must depend on each client alone, if the forward changes
-    the model, or if an output depends on other examples, apart from batch norm.
-
-    Every other client's inputs are NaN, which must not appear in the outputs of the others.
-    """
-    inputs, targets = zip(*union.batches, strict=True)
-    case = inputs[0].shape[1:], plain_attributes(model), identity(loss_fn), len(inputs) > 1
-    if _fit.get(model) == case:
-        return
-    before = seeding.drawn(inputs[0].device)
-    mixed = torch.cat([torch.full_like(x, torch.nan) if place % 2 else x for place, x in enumerate(inputs)])
-    outputs = outputs_without_trace(model, mixed, lambda layer, y: y.clone())  # an activation may work in place
-    if not isinstance(outputs, Tensor) or len(outputs) != union.batch:
-        raise NotImplementedError("the model does not return a tensor with a row for each example")
-    parts = union.parts(outputs)
-    loss_fn(parts[0], targets[0])
-    if seeding.drawn(inputs[0].device) != before:
-        raise NotImplementedError("the model or the loss draws random numbers")
-    if any(part.isnan().any() for part in parts[::2]):
-        raise NotImplementedError("the model computes an example's output from other examples too")
-    if plain_attributes(model) != case[1]:
-        raise NotImplementedError("the model's forward changes the model")
-    _fit[model] = case

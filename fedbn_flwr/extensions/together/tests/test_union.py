@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,16 +15,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import BNClient, client_app, strategies
 from fedbn_flwr.extensions.together import nested, parked
+from fedbn_flwr.extensions.together.joined import Joined
 from fedbn_flwr.extensions.together.lanes import train_lanes
 from fedbn_flwr.extensions.together.nested import train_exchanging
 from fedbn_flwr.extensions.together.parked import CohortPool
-from fedbn_flwr.extensions.together.union import Joined
 from fedbn_flwr.extensions.together.waiting import Waiting
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import GlobalMomentum
 from tests.support.addressed import OwnModel
 from tests.support.federations import models_of, same
+from tests.support.fixtures import Batches
 from tests.support.marks import slow_except
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
@@ -99,11 +99,24 @@ def both(fed: Any, strategy: Callable[..., Any] = FedTAN, **how: Any) -> tuple[l
     return one_way_and_the_other(fed, strategy, within=WITHIN, **how)
 
 
+def frozen_front() -> nn.Module:
+    model = small()
+    model[0].requires_grad_(False)
+    return model
+
+
+def called_twice() -> nn.Module:
+    norm, layer = nn.BatchNorm2d(2), nn.Conv2d(2, 2, 3, padding=1)
+    return nn.Sequential(norm, layer, norm, layer, nn.Flatten(), nn.Linear(32, 3))
+
+
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "small": small,
     "residual": Residual,
     "series": series,
     "tied": Tied,
+    "frozen front": frozen_front,
+    "layers called twice": called_twice,
     "resnet20": lambda: nn.Sequential(nn.Conv2d(2, 3, 1), build_model("resnet20", 3, "bn")),
     "cnn": lambda: build_model("cnn", 3, "bn", input_shape=(2, 4, 4)),
 }
@@ -145,10 +158,19 @@ def test_rules_that_remember_equal_messages(federation: Federations, groups: lis
     assert groups == [3] * 3
 
 
-@pytest.mark.parametrize("options", [{"compile": False}, {"weight_decay": 0.1}, {"precision": torch.bfloat16}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight_decay": 0.1},
+        {"precision": torch.bfloat16},
+        {"channels_last": True},
+        {"optimizer": {"name": "sgd", "nesterov": True}, "momentum": 0.9},
+        {"loss": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64))},
+    ],
+)
 def test_options_of_later_steps_are_kept(options: dict[str, Any], federation: Federations, groups: list[int]) -> None:
-    both(federation((8, 13), model=small, dtype=torch.float64, **options))
-    assert groups == [2, 2]
+    both(federation((8, 13, 2), model=small, dtype=torch.float64, **options))  # batches of 4, 7 and 1
+    assert groups == [3, 3]
 
 
 def test_clients_may_share_a_model_and_a_loader_may_shuffle(federation: Federations, groups: list[int]) -> None:
@@ -183,6 +205,24 @@ def test_a_client_with_nan_is_left_out(federation: Federations, groups: list[int
     assert nodes == [[1, 3]] * 2
     assert "client 1 (node 2): 'mean' has values from nan to nan" in reason
     assert groups == [3, 3]
+
+
+def test_a_batch_of_another_size_does_not_matter_later(federation: Federations, groups: list[int]) -> None:
+    fed = federation((8, 13), model=small, dtype=torch.float64)
+    fed.data[1] = Larger(fed.data[1].batches)
+    models = [copy.deepcopy(fed.model) for _ in fed.data]
+    expected = models_of(fed, FedTAN(), 3, grid=fed.grid(of_models(fed, models)))
+    with fed.grid(of_models(fed, models), pool=partial(CohortPool, most=2)) as grid:
+        check(models_of(fed, FedTAN(), 3, grid=grid), expected, WITHIN)
+    assert groups == [2, 2]
+
+
+class Larger(Batches):
+    """With larger images in round 1."""
+
+    def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for inputs, targets in self.batches:
+            yield F.pad(inputs, (1, 1, 1, 1)) if server_round == 1 else inputs, targets
 
 
 @pytest.mark.parametrize(("batch", "times"), [(0, 0), (1, 2)], ids=["first", "later"])
@@ -250,38 +290,120 @@ class Running(nn.InstanceNorm2d):
         super().__init__(2, track_running_stats=True)
 
 
+class Sorted(nn.Module):
+    """Computes the examples in another order, and returns them in theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ending()
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.flatten(1).sum(1).argsort()
+        return self.inner(x[order])[order.argsort()]
+
+
+class Compared(nn.Module):
+    """An output depends on a comparison with the other examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > x.mean(), x, 0.1 * x)
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> Tensor:
+        return d / d.norm()
+
+
+class NormedGradients(nn.Module):
+    """Only gradients depend on the other examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Normed.apply(x)
+
+
+class Remembering(nn.Module):
+    """Keeps a mean of its inputs, which is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means = [torch.zeros(4)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x - self.means[0]
+        self.means[0] = self.means[0] + x.detach().mean(0)
+        return y
+
+
+OTHER_RESULT = "one pass for all clients has another result than a pass for each"
 UNFIT = {
-    "the model computes an example's output from other examples too": lambda: ending(Mixing()),
-    "the model uses a parameter outside of its layer": lambda: ending(Outside()),
-    "the model changes the number of examples": lambda: nn.Sequential(
-        nn.Conv2d(2, 4, 3),
-        nn.Flatten(2),
-        Flat(),
-        nn.BatchNorm1d(1),
-        nn.Unflatten(0, (-1, 4)),
-        nn.Flatten(),
-        nn.Linear(16, 3),
+    "mixed": (OTHER_RESULT, lambda: ending(Mixing())),
+    "sorted": (OTHER_RESULT, Sorted),
+    "compared": (OTHER_RESULT, lambda: ending(Compared())),
+    "mixed gradients": (OTHER_RESULT, lambda: ending(NormedGradients())),
+    "remembering": (OTHER_RESULT, lambda: ending(Remembering())),
+    "outside": ("the model uses a parameter outside of its layer", lambda: ending(Outside())),
+    "flat": (
+        "the model has no tensors with a row for each example",
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.Flatten(2), Flat(), nn.BatchNorm1d(1), nn.Unflatten(0, (-1, 4)), nn.Flatten(),
+            nn.Linear(16, 3),
+        ),
     ),
-    "the model or the loss draws random numbers": lambda: ending(nn.Dropout(0.5)),
-    "the model's forward changes the model": lambda: ending(Counting()),
-}
+    "drawing": ("the model or the loss draws random numbers", lambda: ending(nn.Dropout(0.5))),
+    "counting": ("the model's forward changes the model", lambda: ending(Counting())),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("why", UNFIT)
+@pytest.mark.parametrize("name", UNFIT)
 def test_networks_that_cannot_train_alone_and_say_so_once(
-    why: str, federation: Federations, groups: list[int], flower_log: pytest.LogCaptureFixture
+    name: str, federation: Federations, groups: list[int], flower_log: pytest.LogCaptureFixture
 ) -> None:
-    fed = federation((8, 13, 6), model=UNFIT[why], dtype=torch.float64)
-    shared = [copy.deepcopy(fed.model) for _ in fed.data]  # kept for all rounds
+    why, make = UNFIT[name]
+    fed = federation((8, 13, 6), model=make, dtype=torch.float64)
+    results = []
+    for pool in ({}, {"pool": partial(CohortPool, most=3)}):
+        app = of_models(fed, [copy.deepcopy(fed.model) for _ in fed.data])  # kept for all rounds
+        with fed.grid(app, **pool) as grid:
+            results.append(models_of(fed, FedTAN(), 3, grid=grid))
+    if name != "remembering":  # counting the exchanges is a pass too, which is lost here
+        check(results[1], results[0], WITHIN)
+    assert groups == []
+    said = [each for each in flower_log.messages if "at once" in each]
+    assert said == [f"training several clients at once has failed, so each trains alone: NotImplementedError: {why}"]
+
+
+def of_models(fed: Any, models: Sequence[nn.Module]) -> Any:
+    """An app with a model for each client."""
 
     def make_client(context: Any) -> BNClient:
         client = int(context.node_config["partition-id"])
-        return BNClient(shared[client], fed.data[client], lr=0.1, context=context)
+        return BNClient(models[client], fed.data[client], lr=0.1, context=context)
 
-    both(dataclasses.replace(fed, options={"lr": 0.1}), rounds=3, app=client_app(make_client))
+    return client_app(make_client)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = (scale,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale[0]
+
+
+def test_models_that_differ_in_any_attribute_train_alone(federation: Federations, groups: list[int]) -> None:
+    fed = federation((8, 13, 6), model=lambda: nn.Sequential(Scaled(1), ending()), dtype=torch.float64)
+    models = [nn.Sequential(Scaled(scale), copy.deepcopy(fed.model[1])) for scale in (1, 1, 2)]
+    app = of_models(fed, models)
+    expected = models_of(fed, FedTAN(), 2, grid=fed.grid(app))
+    with fed.grid(app, pool=partial(CohortPool, most=3)) as grid:
+        check(models_of(fed, FedTAN(), 2, grid=grid), expected, WITHIN)
     assert groups == []
-    said = [each for each in flower_log.messages if why in each]
-    assert said == [f"training several clients at once has failed, so each trains alone: NotImplementedError: {why}"]
 
 
 ALONE = {
@@ -328,7 +450,7 @@ def test_clients_with_different_models_train_alone(
     fed = federation((8, 13), dtype=torch.float64, model=lambda: nn.Sequential(*ending()[:3], nn.Linear(4, 3)))
     both(fed, partial(OwnFedTAN, min_batch=1))
     assert groups == []
-    assert "NotImplementedError: the clients' weights differ" in flower_log.text
+    assert "ValueError: the clients' weights differ" in flower_log.text
 
 
 def test_a_round_goes_on_in_lanes(federation: Federations, groups: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,3 +468,25 @@ def test_a_round_goes_on_in_lanes(federation: Federations, groups: list[int], mo
     nodes, _ = both(fed, rounds=3)
     assert nodes == [[1, 3], [1, 2, 3], [1, 2, 3]]
     assert groups == lanes == [3, 3, 3]
+
+
+def test_a_lane_that_fails_takes_the_first_step_again(
+    federation: Federations, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nesterov's momentum changes the gradients in place."""
+    calls = 0
+
+    def fails_once(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += len(targets) == 3  # the client's second batch
+        if calls == 2:  # the first call is the first run's
+            calls += 1
+            raise RuntimeError("out of memory")
+        return F.cross_entropy(outputs, targets)
+
+    monkeypatch.setattr(nested, "has_lanes", lambda training: True)
+    momentum = {"optimizer": {"name": "sgd", "nesterov": True}, "momentum": 0.9}
+    fed = federation((8, 7), model=small, dtype=torch.float64, loss=fails_once, **momentum)
+    both(fed, rounds=1)
+    assert groups == [2]
+    assert calls == 4
