@@ -116,7 +116,7 @@ def compiled(options: Options) -> Iterator[Figure]:
 
 
 def _iterations(options: Options, clients: int, batch: int) -> tuple[list[float], list[float]]:
-    """The times of FedTAN's rounds of one step, by clients one by one and at once, divided by that of plain passes."""
+    """How many times as long as plain passes FedTAN's rounds of one step take, with clients one by one and at once."""
     device = options.device
     data = random_images(clients * batch, device)
     batches = [

@@ -17,7 +17,7 @@ The model stays unchanged: only during the step, each batch norm has another `fo
 
     dF/dy = dF_i/dy (direct) + (dF/dvar * 2 (y - mu) + dF/dmu) / (B_i r)
 
-`_ExchangingNorm` is an autograd function whose backward exchanges. It runs in the thread that called it, also on a GPU,
+`ExchangingNorm` is an autograd function whose backward exchanges. It runs in the thread that called it, also on a GPU,
 and waits there for the other clients.
 
 The direct gradients that are exchanged follow from those of gamma and beta, which native kernels compute:
@@ -116,26 +116,27 @@ def normalise(exchanges: Exchanges, layer: _BatchNorm, y: Tensor) -> Tensor:
     return exchanges.norm(layer, start, gamma, beta, moments)
 
 
-class _ExchangingNorm(torch.autograd.Function):
+class ExchangingNorm(torch.autograd.Function):
     """Batch norm with given statistics; its backward pass exchanges the gradients with respect to them."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, eps: float, moments: Moments, exchanges: Exchanges
+        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, layer: _BatchNorm, moments: Moments, exchanges: Exchanges
     ) -> Tensor:
         ctx.save_for_backward(y, gamma)
-        ctx.eps, ctx.moments, ctx.exchanges = eps, moments, exchanges
-        return F.batch_norm(y, moments.mean, moments.var, gamma, beta, training=False, eps=eps)
+        ctx.layer, ctx.moments, ctx.exchanges = layer, moments, exchanges
+        return F.batch_norm(y, moments.mean, moments.var, gamma, beta, training=False, eps=layer.eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (y, gamma), moments = ctx.saved_tensors, ctx.moments
-        layer = gamma, moments.mean, moments.var, ctx.eps
-        d_gamma, d_beta = affine_gradients(d_out, y, *layer)
-        d_mean, d_var = direct_gradients(d_gamma, d_beta, gamma, moments.var, ctx.eps)
+        (y, gamma), moments, eps = ctx.saved_tensors, ctx.moments, ctx.layer.eps
+        inverse = torch.rsqrt(moments.var + eps)
+        d_gamma, d_beta = affine_gradients(d_out, y, gamma, moments.mean, moments.var, eps)
+        d_mean, d_var = direct_gradients(d_gamma, d_beta, gamma, inverse)
         d_mean, d_var = ctx.exchanges.gradients(moments, d_mean, d_var)
-        return input_gradient(d_out, y, *layer, d_mean, d_var, moments.size), d_gamma, d_beta, None, None, None
+        d_y = input_gradient(d_out, y, gamma, moments.mean, inverse, d_mean, d_var, moments.size)
+        return d_y, d_gamma, d_beta, None, None, None
 
 
 def affine_gradients(
@@ -150,14 +151,13 @@ def affine_gradients(
     return d_gamma, d_beta
 
 
-def direct_gradients(d_gamma: Tensor, d_beta: Tensor, gamma: Tensor, var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The direct gradients with respect to the mean and the variance."""
-    inverse = torch.rsqrt(var + eps)
+def direct_gradients(d_gamma: Tensor, d_beta: Tensor, gamma: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """The direct gradients with respect to the mean and the variance; `inverse` is 1 / sqrt(var + eps)."""
     return -gamma * inverse * d_beta, -0.5 * gamma * inverse.square() * d_gamma
 
 
 def input_gradient(
-    d_out: Tensor, y: Tensor, gamma: Tensor, mean: Tensor, var: Tensor, eps: float,
+    d_out: Tensor, y: Tensor, gamma: Tensor, mean: Tensor, inverse: Tensor,
     d_mean: Tensor, d_var: Tensor, size: float | Tensor,
 ) -> Tensor:  # fmt: skip
     """The gradient with respect to y; `d_mean` and `d_var` are the agreed ones, and `size` is B_i r."""
@@ -165,9 +165,9 @@ def input_gradient(
     # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
     slope = d_var * (2 / size)
     shift = d_mean / size - slope * mean
-    zeros, ones = torch.zeros_like(mean), torch.ones_like(var)
+    zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
     d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
-    return d_y.addcmul_(d_out, (gamma * torch.rsqrt(var + eps)).view([1, -1] + [1] * (y.ndim - 2)))
+    return d_y.addcmul_(d_out, (gamma * inverse).view([1, -1] + [1] * (y.ndim - 2)))
 
 
 @dataclass(eq=False)
@@ -212,7 +212,7 @@ class Exchanges:
 
     def norm(self, layer: _BatchNorm, y: Tensor, gamma: Tensor, beta: Tensor, moments: Moments) -> Tensor:
         """Normalise y with the agreed moments; the backward pass exchanges gradients."""
-        out: Tensor = _ExchangingNorm.apply(y, gamma, beta, layer.eps, moments, self)  # type: ignore[no-untyped-call]
+        out: Tensor = ExchangingNorm.apply(y, gamma, beta, layer, moments, self)  # type: ignore[no-untyped-call]
         return out
 
     def moments(self, y: Tensor) -> Moments:

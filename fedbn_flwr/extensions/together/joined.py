@@ -37,7 +37,7 @@ from fedbn_flwr.models.identity import hook_places, hooks_of, identity, plain_at
 
 from .exchanging import Ask
 from .union import Gradients, UnionExchanges, is_known
-from .waiting import AskAll, Waiting
+from .waiting import AskAll, Waiting, fill, tensors_of
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Joined(Waiting):
     rest: Waiting | None = field(default=None, init=False)  # the whole round, if its later steps are taken in turn
 
     def __post_init__(self) -> None:
-        self.received = [tensor.detach().clone() for tensor in _tensors(self.training.model)]
+        self.received = [tensor.detach().clone() for tensor in tensors_of(self.training.model)]
 
     @property
     def weights(self) -> Tensor:
@@ -75,13 +75,8 @@ class Joined(Waiting):
     def finished(self) -> Trained:
         return super().finished() if self.rest is None else self.rest.finished()
 
-    @torch.no_grad()
     def restore(self) -> None:
-        torch._foreach_copy_(_tensors(self.training.model), self.received)
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*itertools.chain(model.parameters(), model.buffers())]
+        fill(self.training.model, self.received)
 
 
 def joined_of(training: Training) -> Joined | str:
@@ -103,9 +98,9 @@ def joined_of(training: Training) -> Joined | str:
 
 def _may_draw(training: Training) -> bool:
     """Whether a step may draw random numbers, which then come after those of the batches before it."""
-    own_rules = [rule for rule in training.rules if type(rule).adjust is not ClientRule.adjust]
-    own_rules += [rule for rule in training.rules if type(rule).begin is not ClientRule.begin]
-    return bool(own_rules) or type(training.optimizer.torch) not in (SGD, torch.optim.SGD)
+    plain = ClientRule.adjust, ClientRule.begin
+    own_rules = any((type(rule).adjust, type(rule).begin) != plain for rule in training.rules)
+    return own_rules or type(training.optimizer.torch) not in (SGD, torch.optim.SGD)
 
 
 # The models whose first steps could not be computed in one pass, with the reason.
@@ -137,7 +132,7 @@ def take_first_steps(rounds: Sequence[Joined], ask: AskAll) -> None:
     NotImplementedError says why their models cannot, now and in later rounds.
     """
     first, *others = rounds
-    if any(each.kind != first.kind for each in others):
+    if len({each.kind for each in rounds}) > 1:
         raise ValueError("the clients' networks, losses or batches differ")
     weights, device = first.weights, first.training.device
     if not all(each.weights.equal(weights) for each in others):  # statistics do not matter, and each updates its own
@@ -216,7 +211,7 @@ def _is_alone(
 ) -> bool:
     """Whether this is what the client exchanges and computes alone, if the others agree on the same."""
     model, rest = each.training.model, iter(exchanged)
-    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {"gradients": []}
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def compare(own: Contribution) -> Agreement:
         found, agreement = next(rest)
@@ -229,10 +224,10 @@ def _is_alone(
     each.restore()
     model.zero_grad()
     alone = replace(each.step, exchange=compare)(model, *each.batch, each.training.loss)
-    known = {key: each.grad for key, each in model.named_parameters() if each.grad is not None}
+    known = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad()
     each.restore()
-    if "other" in pairs or known.keys() != gradients.keys() & known.keys():
+    if "other" in pairs or not known.keys() <= gradients.keys():
         return False
     of_weights = [(gradients[key], gradient) for key, gradient in known.items()]
     return all(map(_close, (*pairs.values(), of_weights, [(loss, alone)])))
@@ -247,7 +242,7 @@ def _copied_attributes(model: nn.Module) -> Iterator[None]:
     """In this block, the modules have copies of their other attributes, so what `forward` leaves there is lost."""
     modules = [*model.modules()]
     before = [dict(vars(module)) for module in modules]
-    memo: dict[int, Any] = {id(each): each for each in (*modules, *_tensors(model))}
+    memo: dict[int, Any] = {id(each): each for each in (*modules, *tensors_of(model))}
     try:
         for module, attributes in zip(modules, before, strict=True):
             others = {name: value for name, value in attributes.items() if name not in _OF_MODULES}

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +22,7 @@ from fedbn_flwr.client.training import Training, steps
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.models.identity import plain_attributes
 
-from .waiting import Waiting, leave_alone
+from .waiting import Waiting, fill, leave_alone, tensors_of
 
 
 @dataclass(eq=False)
@@ -58,8 +57,8 @@ class Lane(Waiting):
                 (map_tensors(self._to_device, inputs), map_tensors(self._to_device, targets))
                 for inputs, targets in training.batches
             ]
-        self.received = [tensor.detach().clone() for tensor in _tensors(training.model)]
-        _fill(model, self.received)
+        self.received = [tensor.detach().clone() for tensor in tensors_of(training.model)]
+        fill(model, self.received)
         own_parameters = zip(training.model.parameters(), model.parameters(), strict=True)
         memo: dict[int, object] = {id(parameter): own for parameter, own in own_parameters}
         self.own = replace(training, model=model, optimizer=copy.deepcopy(training.optimizer, memo))
@@ -78,7 +77,7 @@ class Lane(Waiting):
         self.replica.used = False
         if self.trained is None:
             self._use(self.training)
-        _fill(self.training.model, self.received if self.trained is None else _tensors(self.replica.model))
+        fill(self.training.model, self.received if self.trained is None else tensors_of(self.replica.model))
 
 
 def no_lane(training: Training) -> str | None:
@@ -108,16 +107,6 @@ def _free_replica(training: Training) -> Replica:
 def _kind(model: nn.Module) -> tuple[object, ...]:
     """What decides how a network trains, besides the values of its tensors."""
     return plain_attributes(model), *(parameter.requires_grad for parameter in model.parameters())
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*chain(model.parameters(), model.buffers())]
-
-
-@torch.no_grad()
-def _fill(model: nn.Module, values: list[Tensor]) -> None:
-    if values:
-        torch._foreach_copy_(_tensors(model), values)
 
 
 def train_lanes(lanes: Sequence[Lane]) -> None:

@@ -21,6 +21,7 @@ from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.exchange.codec import Agreement
 from fedbn_flwr.exchange.step import (
     Exchanges,
+    ExchangingNorm,
     LayerwiseStep,
     Moments,
     affine_gradients,
@@ -106,29 +107,22 @@ class UnionExchanges(SeveralExchanges):
         return out
 
 
-class _UnionNorm(torch.autograd.Function):
-    """Batch norm with given statistics, whose backward pass exchanges the gradients of all clients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, layer: _BatchNorm, moments: Moments, union: UnionExchanges
-    ) -> Tensor:
-        ctx.save_for_backward(y, gamma)
-        ctx.layer, ctx.moments, ctx.union = layer, moments, union
-        return nn.functional.batch_norm(y, moments.mean, moments.var, gamma, beta, training=False, eps=layer.eps)
+class _UnionNorm(ExchangingNorm):
+    """Its backward pass exchanges the gradients of all clients, which are rows here."""
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (y, gamma), layer, moments, union = ctx.saved_tensors, ctx.layer, ctx.moments, ctx.union
-        values = gamma, moments.mean, moments.var, layer.eps
+        (y, gamma), layer, moments, union = ctx.saved_tensors, ctx.layer, ctx.moments, ctx.exchanges
+        inverse = torch.rsqrt(moments.var + layer.eps)
         pairs = [*zip(union.parts(d_out), union.parts(y), strict=True)]
-        affine = [affine_gradients(*pair, *values) for pair in pairs]
+        affine = [affine_gradients(*pair, gamma, moments.mean, moments.var, layer.eps) for pair in pairs]
         of_gamma, of_beta = map(torch.stack, zip(*affine, strict=True))
         union.note(layer, "weight", of_gamma)
         union.note(layer, "bias", of_beta)
-        d_mean, d_var = direct_gradients(of_gamma, of_beta, gamma, moments.var, layer.eps)
+        d_mean, d_var = direct_gradients(of_gamma, of_beta, gamma, inverse)
         d_mean, d_var = union.gradients(moments, d_mean, d_var)
+        values = gamma, moments.mean, inverse
         if d_mean.ndim == 1 and len({*union.sizes}) == 1:  # nothing differs between the clients
             d_y = input_gradient(d_out, y, *values, d_mean, d_var, moments.size[0])
         else:

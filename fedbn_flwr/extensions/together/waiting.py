@@ -5,6 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
 
 from fedbn_flwr.client.training import Trained, Training, train
 from fedbn_flwr.errors import log_once
@@ -31,6 +35,17 @@ class Waiting(ABC):
         """The result, with the values in the network."""
         self.restore()
         return train(self.training) if self.trained is None else self.trained
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    return [*chain(model.parameters(), model.buffers())]
+
+
+@torch.no_grad()
+def fill(model: nn.Module, values: list[Tensor]) -> None:
+    """Copy these values into the model's parameters and buffers."""
+    if values:
+        torch._foreach_copy_(tensors_of(model), values)
 
 
 AskAll = Callable[[Mapping[Waiting, Contribution]], Agreement]  # exchanges the contributions of all rounds

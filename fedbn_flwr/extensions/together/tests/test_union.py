@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import BNClient, client_app, strategies
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.extensions.together import nested, parked
 from fedbn_flwr.extensions.together.joined import Joined
 from fedbn_flwr.extensions.together.lanes import train_lanes
@@ -438,6 +439,38 @@ def drawing_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_losses_that_draw_draw_what_they_draw_alone(federation: Federations, groups: list[int]) -> None:
     both(federation((8, 13), model=small, dtype=torch.float64, loss=drawing_loss))
     assert groups == []
+
+
+class Features(nn.Module):
+    """Keeps its last features, for a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = ending(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["features"] = self.body(x)
+        return self.head(self.features)
+
+
+def test_a_loss_that_reads_a_shared_model_is_no_part_of_one_pass(
+    federation: Federations, groups: list[int], flower_log: pytest.LogCaptureFixture
+) -> None:
+    """One by one, clients of one model cannot be parked, so the run fails."""
+    fed = federation((8, 13), model=Features, dtype=torch.float64)
+    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + shared.model.features.square().mean()
+
+    def make_client(context: Any) -> BNClient:
+        data = fed.data[int(context.node_config["partition-id"])]
+        return BNClient(shared, data, lr=0.1, loss=loss, context=context)
+
+    with fed.grid(client_app(make_client), pool=partial(CohortPool, most=2)) as grid, pytest.raises(RunFailed):
+        models_of(fed, FedTAN(), 1, grid=grid)
+    assert groups == []
+    assert OTHER_RESULT in flower_log.text
 
 
 class OwnFedTAN(OwnModel, strategies.FedTAN):
