@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance, values_problem
 from fedbn_flwr.messages.protocol import Config, Metrics
-from fedbn_flwr.models.layout import lay_out
+from fedbn_flwr.models.layout import choose_layout, lay_out
 from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
@@ -104,7 +105,8 @@ class BNClient(NumPyClient):
         functions (outputs, targets) of all examples.
     channels_last
         Use this memory format in convolutions. A CPU then trains most networks faster, and the last bits of results
-        change. The network's code must use `reshape` on images, not `view`. Messages always have contiguous arrays.
+        change. Messages always have contiguous arrays. With "auto" it is used on a CPU where it is faster, unless the
+        network or the loss needs the other format, as `view` does; a trial with the first batch shows this.
     precision
         With torch.bfloat16, training passes run under PyTorch's autocast. Weights, their gradients, statistics and SGD
         stay in float32, and so do evaluation and FedTAN's first step.
@@ -145,7 +147,7 @@ class BNClient(NumPyClient):
         loss: Loss | None = None,
         eval_loss: Loss | None = None,
         metrics: Sequence[Metric] = (),
-        channels_last: bool = False,
+        channels_last: bool | Literal["auto"] = "auto",
         precision: torch.dtype | None = None,
         compile: bool = False,
         seed: int = 0,
@@ -163,7 +165,8 @@ class BNClient(NumPyClient):
         self.eval_loss, self.metrics = eval_loss or self.loss, metrics
         self._tensors = ModelTensors(model, device) if isinstance(model, nn.Module) else model
         self.model, self.roles = self._tensors.model, self._tensors.roles
-        if channels_last:
+        self._chooses_layout = channels_last == "auto"
+        if channels_last is True:
             lay_out(self.model)
         self.train_data, self.eval_data, self.batch = train_data, eval_data, batch
         self.seed, self.min_batch = seed, min_batch
@@ -412,7 +415,11 @@ class BNClient(NumPyClient):
     # --- data and random numbers ---
 
     def _pairs(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        return (split_batch(batch, self.batch) for batch in batches)
+        for batch in batches:
+            pair = split_batch(batch, self.batch)
+            if self._chooses_layout:  # before any pass, so that no result depends on what the model computed before
+                choose_layout(self.model, *pair, self.loss, self.eval_loss)
+            yield pair
 
     def _epoch(self, server_round: int, number: int) -> Iterator[Batch]:
         return self._pairs(epoch_of(self.train_data, server_round, number))

@@ -260,8 +260,8 @@ def _concatenate(parts: Sequence[Outputs]) -> Outputs:
     if isinstance(parts[0], tuple):
         return tuple(map(_concatenate, zip(*parts, strict=True)))
     if isinstance(parts[0], Mapping):
-        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    return torch.cat(list(parts))
+        return {key: _concatenate([part[key] for part in parts]) for key in parts[0]}
+    return torch.cat(list(parts)).contiguous()  # a function may use `view`
 
 
 # --- the evaluation ---

@@ -75,9 +75,10 @@ def test_it_is_a_numpy_client(federation: Federations) -> None:
 def test_fit_equals_sgd_by_hand(federation: Federations) -> None:
     fed = federation()
     twin = copy.deepcopy(fed.model).train()
-    client = BNClient(copy.deepcopy(fed.model), fed.data[0], lr=0.2, epochs=2, momentum=0.5, weight_decay=0.01)
+    how: dict[str, Any] = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01}
+    client = BNClient(copy.deepcopy(fed.model), fed.data[0], epochs=2, channels_last=False, **how)
     result, _, _ = client.fit(client.get_parameters({}), {})
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.2, momentum=0.5, weight_decay=0.01)
+    optimizer = torch.optim.SGD(twin.parameters(), **how)
     for inputs, targets in fed.data[0].batches * 2:
         optimizer.zero_grad()
         F.cross_entropy(twin(inputs), targets).backward()
