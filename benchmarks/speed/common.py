@@ -110,7 +110,11 @@ def random_images(count: int, device: torch.device) -> Examples:
 def same_clients(
     data: Examples, model_of: Callable[[int], ModelTensors], steps: int, *, batch: int = BATCH, **options: Any
 ) -> ClientApp:
-    """An app whose clients have the same images; `model_of(client)` returns a client's model."""
+    """An app whose clients have the same images; `model_of(client)` returns a client's model.
+
+    Convolutions are plain, as in the bare loop, unless `options` say otherwise.
+    """
+    options = {"channels_last": False} | options
 
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])

@@ -128,7 +128,8 @@ def _iterations(options: Options, clients: int, batch: int) -> tuple[list[float]
 
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])
-        return BNClient(tensors[client], [batches[client]], steps=1, lr=0.01, context=context)
+        batch = [batches[client]]
+        return BNClient(tensors[client], batch, steps=1, lr=0.01, channels_last=False, context=context)
 
     def passes() -> None:
         for inputs, labels in batches:
