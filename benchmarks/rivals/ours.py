@@ -51,7 +51,8 @@ def main(task: Task, *, clients_at_once: bool = False) -> None:
     data: Sequence[Epochs] = [Epochs(client) for client in batches(task)]
 
     def make_client(context: Context) -> BNClient:
-        return BNClient(shared, data[int(context.node_config["partition-id"])], lr=RATE, context=context)
+        client = data[int(context.node_config["partition-id"])]
+        return BNClient(shared, client, lr=RATE, channels_last=True, context=context)
 
     strategy = FedAvg(min_available_nodes=CLIENTS, min_train_nodes=CLIENTS)
     arrays, number = pack(initial_arrays(model)), 0

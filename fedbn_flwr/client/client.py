@@ -30,7 +30,7 @@ from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance, values_problem
 from fedbn_flwr.messages.protocol import Config, Metrics
-from fedbn_flwr.models.layout import choose_layout, lay_out
+from fedbn_flwr.models.layout import is_known, lay_out, takes_channels_last, with_channels_last
 from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
@@ -105,8 +105,9 @@ class BNClient(NumPyClient):
         functions (outputs, targets) of all examples.
     channels_last
         Use this memory format in convolutions. A CPU then trains most networks faster, and the last bits of results
-        change. Messages always have contiguous arrays. With "auto" it is used on a CPU where it is faster, unless the
-        network or the loss needs the other format, as `view` does; a trial with the first batch shows this.
+        change. With True the filters have it: the network's code and the losses must use `reshape` on images, not
+        `view`. With "auto" only the inputs have it, on a CPU, if that is faster and all modules and losses are classes
+        or functions of PyTorch, torchvision or this library. Messages always have contiguous arrays.
     precision
         With torch.bfloat16, training passes run under PyTorch's autocast. Weights, their gradients, statistics and SGD
         stay in float32, and so do evaluation and FedTAN's first step.
@@ -165,7 +166,7 @@ class BNClient(NumPyClient):
         self.eval_loss, self.metrics = eval_loss or self.loss, metrics
         self._tensors = ModelTensors(model, device) if isinstance(model, nn.Module) else model
         self.model, self.roles = self._tensors.model, self._tensors.roles
-        self._chooses_layout = channels_last == "auto"
+        self._inputs_last = channels_last == "auto" and takes_channels_last(self.model, self.loss, self.eval_loss)
         if channels_last is True:
             lay_out(self.model)
         self.train_data, self.eval_data, self.batch = train_data, eval_data, batch
@@ -361,7 +362,7 @@ class BNClient(NumPyClient):
         reseed(self.train_data, seed)
         return Training(
             model=self.model,
-            batches=pairs,
+            batches=self._formatted(pairs, rules),
             optimizer=local.optimizer,
             loss=self.loss,
             device=self._tensors.device,
@@ -409,17 +410,17 @@ class BNClient(NumPyClient):
     ) -> Metrics:
         """The metrics on one test set."""
         with self._random_streams("evaluate", local.config, batches):
-            pairs = as_tested(self._pairs(batches), rules, local)
+            pairs = self._formatted(as_tested(self._pairs(batches), rules, local), rules)
             return evaluate(model, pairs, self.eval_loss, self._tensors.device, self.metrics, task=self.task)
 
     # --- data and random numbers ---
 
     def _pairs(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        for batch in batches:
-            pair = split_batch(batch, self.batch)
-            if self._chooses_layout:  # before any pass, so that no result depends on what the model computed before
-                choose_layout(self.model, *pair, self.loss, self.eval_loss)
-            yield pair
+        return (split_batch(batch, self.batch) for batch in batches)
+
+    def _formatted(self, pairs: Iterable[Batch], rules: Iterable[object]) -> Iterable[Batch]:
+        """The pairs in the memory format of the passes."""
+        return map(with_channels_last, pairs) if self._inputs_last and all(map(is_known, rules)) else pairs
 
     def _epoch(self, server_round: int, number: int) -> Iterator[Batch]:
         return self._pairs(epoch_of(self.train_data, server_round, number))

@@ -28,6 +28,7 @@ from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean, log_onc
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config, Metrics
+from fedbn_flwr.models.layout import suits_channels_last
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.trees import Tree
 
@@ -165,6 +166,13 @@ class ClientParts(RunParts):
     def _agreed(self, config: Config) -> Moments:
         return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])
 
+    def _has_channels_last(self, model: nn.Module) -> bool:
+        run, given = self.run, self.run.train.channels_last
+        if given != "auto":
+            return given
+        own = named.names_in([run.model.name, run.model.norm, run.train.loss, *run.evaluate.metrics])
+        return self.device.type == "cpu" and not own and suits_channels_last(model)
+
     def client(self, context: Context, config: Config) -> BNClient:
         run, train = self.run, self.run.train
         torch.set_num_threads(run.engine.threads)
@@ -194,7 +202,7 @@ class ClientParts(RunParts):
             task=dataset.task,
             eval_loss=self.losses[1],
             metrics=self.metrics,
-            channels_last=train.channels_last,
+            channels_last=self._has_channels_last(tensors.model),
             precision=torch.bfloat16 if train.precision == "bfloat16" else None,
             compile=train.compile,
             seed=run.seed,

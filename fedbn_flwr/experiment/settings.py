@@ -221,8 +221,8 @@ class Train(Section):
     schedule: Schedule = Schedule()
     channels_last: Annotated[bool | Literal["auto"], expects("true, false or 'auto'")] = setting(
         "auto",
-        "train with the channels-last memory format; `auto`: where a network is faster with it and computes the same, "
-        "which is on a CPU ([Performance](performance.md#channels-last)). The last bits of a result differ",
+        "train with the channels-last memory format; `auto`: where it makes this library's networks faster, which "
+        "is on a CPU ([Performance](performance.md#channels-last)). The last bits of a result differ",
     )
     precision: Literal["float32", "bfloat16"] = setting(
         "float32",

@@ -46,26 +46,24 @@ _drawing: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # networks w
 class Lane(Waiting):
     """A round in a replica of its network."""
 
-    replica: Replica = field(init=False)
+    replica: Replica
     own: Training = field(init=False)  # the same round, of the replica
     received: list[Tensor] = field(init=False)  # the values of the network that the round begins with
 
     def __post_init__(self) -> None:
-        training = self.training
+        training, model = self.training, self.replica.model
         with seeding.streams(training.seed, training.device):
             training.batches = [
                 (map_tensors(self._to_device, inputs), map_tensors(self._to_device, targets))
                 for inputs, targets in training.batches
             ]
         self.received = [tensor.detach().clone() for tensor in tensors_of(training.model)]
-        self.replica = _free_replica(training)
-        model = self.replica.model
         fill(model, self.received)
         own_parameters = zip(training.model.parameters(), model.parameters(), strict=True)
         memo: dict[int, object] = {id(parameter): own for parameter, own in own_parameters}
         self.own = replace(training, model=model, optimizer=copy.deepcopy(training.optimizer, memo))
         self._use(self.own)
-        self.replica.used = True
+        self.replica.used = True  # last, since loading the batches may fail
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.training.device, non_blocking=True)
@@ -93,7 +91,7 @@ def no_lane(training: Training) -> str | None:
 
 def lane_of(training: Training) -> Lane | str:
     """The round in a lane, or why its client must train alone."""
-    return no_lane(training) or Lane(training)
+    return no_lane(training) or Lane(training, _free_replica(training))
 
 
 def _free_replica(training: Training) -> Replica:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,22 +15,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, build_model
+from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.models import layout
 from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.models.layout import suits_channels_last
 from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.convert import NORMS
+from fedbn_flwr.strategies import FedAvg
+from tests.support.federations import models_of, same
 
 SMALL = ("cnn", "fedbs_mnist", "resnet20")
-
-
-@pytest.fixture(autouse=True)
-def _new_trials() -> None:
-    layout._fits.clear()
 
 
 def images(*shape: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
@@ -91,146 +89,9 @@ def test_auto_is_for_float32_and_for_groups_of_eight_channels() -> None:
     assert not suits_channels_last(nn.Conv3d(3, 32, 3))
 
 
-class Own(nn.Module):
-    """A network of another project, whose code may need the usual format somewhere."""
-
-    def __init__(self, num_classes: int = 10, in_channels: int = 3, needs: str = "", dropout: float = 0.0) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Conv2d(in_channels, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(dropout))
-        self.more, self.classify = nn.Conv2d(16, 16, 3), nn.Linear(16, num_classes)
-        self.needs, self.passes = needs, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.more(self.features(x))
-        if self.needs == "view" or self.needs == ("view in training" if self.training else "view in evaluation"):
-            x = x.view(len(x), -1).view(x.shape)
-        if self.needs == "view backwards":
-            x = ViewBackwards.apply(x)  # type: ignore[no-untyped-call]
-        if self.needs == "its own draws":
-            x = F.dropout(x, 0.5)
-        if self.needs == "as_strided":  # of the memory as it is
-            x = x.as_strided(x.shape, torch.empty(x.shape).stride())
-        return self.classify(x.flatten(2).mean(2))  # type: ignore[no-any-return]
-
-
-class ViewBackwards(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.x = x
-        return x.tanh()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * (1 - ctx.x.view(len(ctx.x), -1).tanh().square()).view(gradient.shape)
-
-
-NEEDS = ("view", "view in training", "view in evaluation", "view backwards", "its own draws", "as_strided")
-
-
-def test_auto_is_for_networks_of_other_projects_too() -> None:
-    model, data = Own(), images(6, 3, 12, 12)
-    client, plain = BNClient(model, data), BNClient(copy.deepcopy(model), data, channels_last=False)
-    sent = copied(model.state_dict())
-    updates = [each.train_round(sent, {}) for each in (client, plain)]
-    assert is_last(model)
-    assert not is_last(plain.model)
-    for key, value in updates[0].arrays.items():
-        assert value.flags.c_contiguous
-        np.testing.assert_allclose(value, updates[1].arrays[key], rtol=1e-4, atol=1e-5, err_msg=key)
-
-
-@pytest.mark.parametrize("needs", NEEDS)
-def test_a_network_that_needs_the_usual_format_gets_it(needs: str) -> None:
-    """Its results are those without channels last, bit for bit: the trial leaves no trace."""
-    first, *clients = (
-        BNClient(Own(needs=needs, dropout=0.2), images(6, 3, 12, 12), images(6, 3, 12, 12), channels_last=last)  # type: ignore[arg-type]
-        for last in ("auto", "auto", False)
-    )
-    sent = copied(first.model.state_dict())
-    for evaluated_first in (False, True):
-        found = []
-        for client in clients:
-            before = client.evaluate_round(sent, {}) if evaluated_first else {}
-            update = client.train_round(sent, {})
-            found.append((before, {key: value.tobytes() for key, value in update.arrays.items()}, update.metrics))
-            assert not is_last(client.model)
-        assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("given", ["loss", "eval_loss"])
-def test_a_loss_that_needs_the_usual_format_gets_it(given: str) -> None:
-    def of_pixels(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs.view(len(outputs), -1)[:, :16], targets)
-
-    def usual(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs.mean((2, 3)), targets)
-
-    losses = {"loss": usual, "eval_loss": usual}
-    for functions, expected in ((losses, True), ({**losses, given: of_pixels}, False)):
-        model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3))
-        client = BNClient(model, images(6, 3, 12, 12), images(6, 3, 12, 12), **functions)  # type: ignore[arg-type]
-        client.train_round(copied(model.state_dict()), {})
-        assert client.evaluate_round(copied(model.state_dict()), {})["loss"] > 0
-        assert is_last(model) == expected
-
-
-def test_a_metric_may_need_the_usual_format() -> None:
-    def peak(outputs: Tensor, targets: Tensor) -> float:
-        return float(outputs.view(len(outputs), -1).amax())
-
-    data = [(inputs, torch.zeros(len(inputs), 8, 8).long()) for inputs, _ in images(6, 3, 12, 12)]
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3))
-    metrics = BNClient(model, data, data, metrics=[peak]).evaluate_round(copied(model.state_dict()), {})
-    assert is_last(model)
-    assert metrics["peak"]
-
-
-def test_the_format_is_decided_before_the_first_pass_of_any_kind() -> None:
-    """So that results do not depend on what a worker process did before."""
-    for answer in ("evaluate_round", "train_round", "statistics_round"):
-        model = Own()
-        client = BNClient(model, images(6, 3, 12, 12), images(6, 3, 12, 12))
-        getattr(client, answer)(copied(model.state_dict()), {})
-        assert is_last(model), answer
-
-
-def test_one_example_decides_as_many_do() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(16), nn.Conv2d(16, 10, 1))
-    model.append(nn.Flatten())
-    data = [(inputs[:1], targets[:1]) for inputs, targets in images(6, 3, 12, 12)]
-    BNClient(model, data, data).evaluate_round(copied(model.state_dict()), {})
-    assert is_last(model)
-
-
-def test_a_new_model_for_each_message_is_tried_once() -> None:
-    class Counted(Own):
-        passes = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            Counted.passes += 1
-            return super().forward(x)
-
-    for count, tried in ((2, True), (2, False)):
-        Counted.passes, model = 0, Counted()
-        client = BNClient(model, images(6, 3, 12, 12), steps=count)
-        del model.passes
-        client.train_round(copied(model.state_dict()), {})
-        assert Counted.passes == count + 3 * tried
-        assert is_last(model)
-
-
-class OwnNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(16, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / x.std((2, 3), keepdim=True) * self.weight
-
-
-def test_auto_leaves_out_networks_with_layers_that_were_not_measured() -> None:
-    assert suits_channels_last(nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU()))
-    assert not suits_channels_last(nn.Sequential(nn.Conv2d(3, 16, 3), OwnNorm()))
+def own(num_classes: int, in_channels: int) -> nn.Module:
+    convolutions = nn.Conv2d(in_channels, 16, 3), nn.Conv2d(16, 16, 3)
+    return nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes))
 
 
 @pytest.mark.parametrize(
@@ -239,18 +100,141 @@ def test_auto_leaves_out_networks_with_layers_that_were_not_measured() -> None:
         ({}, True),
         ({"model.norm": "in"}, False),
         ({"train.channels_last": False}, False),
-        ({"model.name": f"{__name__}:Own"}, True),
+        ({"model.name": f"{__name__}:own"}, False),
     ],
     ids=str,
 )
-def test_auto_in_an_experiment(changes: dict[str, Any], expected: bool) -> None:
+def test_auto_is_for_the_networks_of_this_library(changes: dict[str, Any], expected: bool) -> None:
     settings = {"train.channels_last": "auto", **changes}
     experiment = load_experiment("quick", [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     context = Context(run_id=0, node_id=0, node_config={"partition-id": 0}, state=RecordDict(), run_config={})
-    config = {protocol.RUN: next(iter(experiment.named)), protocol.ROUND: 1}
-    client = ClientMaker(experiment)(context, config)
-    client.train_round(copied(client.model.state_dict()), config)
-    assert is_last(client.model) == expected
+    assert is_last(ClientMaker(experiment)(context, {protocol.RUN: next(iter(experiment.named))}).model) == expected
+
+
+# --- what BNClient does by default ---
+
+
+def network(channels: int = 3) -> nn.Sequential:
+    layers = nn.Conv2d(channels, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
+
+
+def formats(client: BNClient) -> set[bool]:
+    """Whether channels are last in the outputs of the first convolution, in training and in evaluation."""
+    found: set[bool] = set()
+    sent = copied(client.model.state_dict())
+    first = next(layer for layer in client.model.modules() if isinstance(layer, nn.Conv2d))
+    note = first.register_forward_hook(
+        lambda layer, inputs, outputs: found.add(
+            not outputs.is_contiguous() and outputs.is_contiguous(memory_format=torch.channels_last)
+        )
+    )
+    client.train_round(sent, {})
+    client.evaluate_round(sent, {})
+    note.remove()
+    return found
+
+
+def client_of(model: nn.Module, channels: int = 3, **how: Any) -> BNClient:
+    return BNClient(model, images(6, channels, 12, 12), images(6, channels, 12, 12), **how)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_by_default_the_inputs_of_a_cpu_have_channels_last(channels: int) -> None:
+    model = network(channels)
+    assert formats(client_of(copy.deepcopy(model), channels)) == {True}
+    assert formats(client_of(copy.deepcopy(model), channels, channels_last=False)) == {False}
+
+
+def test_the_default_changes_only_the_last_bits_and_leaves_filters_gradients_and_data_alone() -> None:
+    model, sent = network(), copied(network().state_dict())
+    clients = client_of(model), client_of(copy.deepcopy(model), channels_last=False)
+    before = [x.clone() for x, _ in clients[0].train_data]  # type: ignore[union-attr]
+    updates = [client.train_round(sent, {}) for client in clients]
+    for key, value in updates[1].arrays.items():
+        np.testing.assert_allclose(updates[0].arrays[key], value, rtol=1e-4, atol=1e-5, err_msg=key)
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+    for (x, _), expected in zip(clients[0].train_data, before, strict=True):  # type: ignore[call-overload]
+        assert x.equal(expected)
+        assert x.is_contiguous()
+
+
+class Viewing(nn.Sequential):
+    """A module of another project, whose code needs the usual format."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x.view(len(x), -1).view(x.shape)
+
+
+def viewing_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets)
+
+
+def patched() -> nn.Module:
+    model = network()
+    model[2].forward = torch.relu
+    return model
+
+
+def hooked() -> nn.Module:
+    model = network()
+    model[3].register_forward_pre_hook(lambda layer, inputs: (inputs[0].view(len(inputs[0]), -1).view_as(inputs[0]),))
+    return model
+
+
+OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "a module": (lambda: nn.Sequential(Viewing(network()[0]), *network()[1:]), {}),
+    "a hook": (hooked, {}),
+    "the forward of a module": (patched, {}),
+    "a loss": (network, {"loss": viewing_loss}),
+    "an evaluation's loss": (network, {"eval_loss": viewing_loss}),
+    "float64": (lambda: network().double(), {}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_known_to_take_channels_last_keeps_the_usual_format(name: str) -> None:
+    make, how = OTHERS[name]
+    client = client_of(make(), **how)
+    if name == "float64":
+        client.train_data = client.eval_data = images(6, 3, 12, 12, dtype=torch.float64)
+    assert formats(client) == {False}
+
+
+def test_a_rule_of_another_project_sees_the_usual_format() -> None:
+    seen = []
+
+    class Watching(ClientRule):
+        keys = {"test.watching": Key("true", "for this test")}
+
+        def loss(self, inputs: Tensor, targets: Tensor, outputs: Tensor, loss: Any) -> Any:
+            seen.append(inputs.is_contiguous())
+            return loss
+
+    client_of(network()).train_round(copied(network().state_dict()), {"test.watching": True})
+    assert seen == [True, True]
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy])
+def test_pytorch_s_losses_take_any_format(loss: Any) -> None:
+    assert formats(client_of(network(), loss=loss)) == {True}
+
+
+def test_a_metric_may_need_the_usual_format() -> None:
+    def peak(outputs: Tensor, targets: Tensor) -> float:
+        return float(outputs.view(len(outputs), -1).amax())
+
+    data = [(inputs, torch.zeros(len(inputs), 8, 8).long()) for inputs, _ in images(6, 3, 12, 12)]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3))
+    assert BNClient(model, data, data, metrics=[peak]).evaluate_round(copied(model.state_dict()), {})["peak"]
+
+
+def test_engines_agree_to_the_last_bit(federation: Callable[..., Any]) -> None:
+    """Since only the client's code decides, and not its data or an earlier client."""
+    fed = federation((8, 12, 7))
+    one, two = (models_of(fed, FedAvg(), 2, grid=fed.grid(workers=workers)) for workers in (0, 2))
+    assert all(map(same, one, two))
 
 
 def test_a_shared_model_is_laid_out_and_keeps_its_parameters() -> None:

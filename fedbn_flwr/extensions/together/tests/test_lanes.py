@@ -165,4 +165,4 @@ def test_a_round_whose_batches_cannot_be_read_leaves_its_copy_free() -> None:
     training.batches = ({}["no"] for _ in range(1))
     with pytest.raises(KeyError):
         lane_of(training)
-    assert not any(each.used for each in lanes._replicas.get(training.model, ()))
+    assert not any(each.used for each in lanes._replicas[training.model])
