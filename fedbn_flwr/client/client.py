@@ -418,9 +418,10 @@ class BNClient(NumPyClient):
     def _pairs(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         return (split_batch(batch, self.batch) for batch in batches)
 
-    def _formatted(self, pairs: Iterable[Batch], rules: Iterable[object]) -> Iterable[Batch]:
-        """The pairs in the memory format of the passes."""
-        return map(with_channels_last, pairs) if self._inputs_last and all(map(is_known, rules)) else pairs
+    def _formatted(self, pairs: Iterable[Batch], rules: Iterable[ClientRule | type[ClientRule]]) -> Iterable[Batch]:
+        """The pairs in the memory format of the passes; the rules' losses see it too."""
+        is_last = self._inputs_last and all(is_known(rule.loss) for rule in rules)
+        return map(with_channels_last, pairs) if is_last else pairs
 
     def _epoch(self, server_round: int, number: int) -> Iterator[Batch]:
         return self._pairs(epoch_of(self.train_data, server_round, number))

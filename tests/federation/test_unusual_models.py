@@ -394,7 +394,7 @@ def test_the_logits_of_a_model_s_output_are_found(rule: str, loss: str) -> None:
     own = {"loss": lambda outputs, labels: F.cross_entropy(outputs.logits, labels)}
     results = []
     for model, options in [(OfTransformers(), losses.get(loss, own)), (OfTransformers().network, losses.get(loss, {}))]:
-        first, grid = federation(lambda model=model: model, metrics=["auc", top_score], **options)
+        first, grid = federation(lambda model=model: model, metrics=["auc", top_score], channels_last=False, **options)
         strategy: Any = build_strategy({"name": rule, **RULES[rule]})
         results.append(strategy.start(grid, pack(initial_arrays(first)), num_rounds=2))
     wrapped, plain = results
