@@ -167,7 +167,7 @@ class Viewing(nn.Sequential):
         return x.view(len(x), -1).view(x.shape)
 
 
-def viewing_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+def own_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets)
 
 
@@ -187,8 +187,8 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "a module": (lambda: nn.Sequential(Viewing(network()[0]), *network()[1:]), {}),
     "a hook": (hooked, {}),
     "the forward of a module": (patched, {}),
-    "a loss": (network, {"loss": viewing_loss}),
-    "an evaluation's loss": (network, {"eval_loss": viewing_loss}),
+    "a loss": (network, {"loss": own_loss}),
+    "an evaluation's loss": (network, {"eval_loss": own_loss}),
     "float64": (lambda: network().double(), {}),
 }
 
