@@ -39,9 +39,9 @@ def takes_channels_last(model: nn.Module, *losses: object) -> bool:
     """Whether a CPU trains the network faster with inputs whose channels are last, and all code takes them."""
     return (
         suits_channels_last(model)
-        and all(parameter.device.type == "cpu" for parameter in model.parameters())
-        and all(map(is_known, [*model.modules(), *losses]))
-        and not any("forward" in vars(module) for module in model.modules())
+        and next(model.parameters()).device.type == "cpu"
+        and all(map(is_known, losses))
+        and all(is_known(module) and "forward" not in vars(module) for module in model.modules())
         and not any(hook_places(model))
     )
 
