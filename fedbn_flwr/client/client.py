@@ -30,7 +30,7 @@ from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, negative_variance, values_problem
 from fedbn_flwr.messages.protocol import Config, Metrics
-from fedbn_flwr.models.layout import is_known, lay_out, takes_channels_last, with_channels_last
+from fedbn_flwr.models.layout import is_known, lay_out, with_channels_last
 from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import reestimate
@@ -166,8 +166,11 @@ class BNClient(NumPyClient):
         self.eval_loss, self.metrics = eval_loss or self.loss, metrics
         self._tensors = ModelTensors(model, device) if isinstance(model, nn.Module) else model
         self.model, self.roles = self._tensors.model, self._tensors.roles
-        self._inputs_last = channels_last == "auto" and takes_channels_last(self.model, self.loss, self.eval_loss)
-        if channels_last is True:
+        self._inputs_last = False
+        if channels_last == "auto":
+            known = is_known(self.loss) and is_known(self.eval_loss)
+            self._inputs_last = known and self._tensors.takes_channels_last
+        elif channels_last:
             lay_out(self.model)
         self.train_data, self.eval_data, self.batch = train_data, eval_data, batch
         self.seed, self.min_batch = seed, min_batch

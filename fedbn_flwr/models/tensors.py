@@ -22,6 +22,7 @@ from fedbn_flwr.norms.roles import Role, key_of, roles
 from fedbn_flwr.norms.variants import BatchRenorm
 
 from .form import ModelForm
+from .layout import takes_channels_last
 
 _SENT = {
     torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8,
@@ -134,6 +135,10 @@ class ModelTensors:
         """The parameters that train, by name."""
         now: Any = zip(self._parameters, self._now(self._parameters), strict=True)
         return {name: parameter for name, parameter in now if parameter.requires_grad}
+
+    @functools.cached_property
+    def takes_channels_last(self) -> bool:
+        return takes_channels_last(self.model)
 
     def train(self) -> None:
         """Set the model to training mode; visiting each module takes longer than most other parts of a round."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, build_model
+from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.rule import ClientRule, Key
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
@@ -189,6 +191,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "the forward of a module": (patched, {}),
     "a loss": (network, {"loss": own_loss}),
     "an evaluation's loss": (network, {"eval_loss": own_loss}),
+    "a loss with options": (network, {"loss": partial(own_loss)}),
     "float64": (lambda: network().double(), {}),
 }
 
@@ -216,8 +219,8 @@ def test_a_rule_of_another_project_sees_the_usual_format() -> None:
     assert seen == [True, True]
 
 
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy])
-def test_pytorch_s_losses_take_any_format(loss: Any) -> None:
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), F.cross_entropy, partial(cross_entropy, label_smoothing=0.1)])
+def test_losses_of_pytorch_and_of_this_library_take_any_format(loss: Any) -> None:
     assert formats(client_of(network(), loss=loss)) == {True}
 
 
