@@ -5,12 +5,15 @@ Flower's own grid polls every 3 s, which would delay every exchange of a short r
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from flwr.app import Error, Message
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import LOG
@@ -22,6 +25,9 @@ _LONGEST_PAUSE = 3.0  # seconds, as in Flower's own grid
 _PAUSE_SHARE = 0.05  # the pause before the next poll, as a share of the time that has passed
 _RESTART_CHECK = 5.0  # seconds between checks for restarted nodes
 _FIRST_WARNING = 60.0  # seconds until the log says how many replies are missing; doubles each time
+_OUTAGE = 60.0  # seconds for which the SuperLink may answer a request with an internal error
+
+Item = TypeVar("Item")
 
 
 def poll_often(grid: Grid) -> Grid:
@@ -35,9 +41,11 @@ def poll_often(grid: Grid) -> Grid:
 class PollingGrid(GridAround):
     """A grid whose `send_and_receive` polls for replies at growing intervals.
 
-    It also works around two of Flower's faults. The SuperLink reports a lost node with its own node id; here the error
-    has the id of the lost node. And if a SuperNode restarts, it has lost its messages, but the SuperLink sees it online
-    and Flower's grid waits until its timeout; here the missing reply becomes an error after some seconds.
+    It also works around three of Flower's faults. The SuperLink reports a lost node with its own node id; here the
+    error has the id of the lost node. If a SuperNode restarts, it has lost its messages, but the SuperLink sees it
+    online and Flower's grid waits until its timeout; here the missing reply becomes an error after some seconds. And
+    Flower repeats a request after a lost connection, but not after an internal error of the SuperLink, such as a
+    database that was locked for 5 s; here all requests but the sending of messages are repeated for a minute.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -68,7 +76,7 @@ class PollingGrid(GridAround):
                 now, checked = self._activations(), time.monotonic()
             restarted = {node for node in before.keys() & now.keys() if before[node] != now[node]}
             # Pull replies only after that check: one that a node sent before its restart still counts.
-            for reply in list(self.inner.pull_messages(list(asked))) if asked else []:
+            for reply in self.pull_messages(list(asked)) if asked else []:
                 if (message := asked.pop(reply.metadata.reply_to_message_id, None)) is not None:
                     by_superlink = reply.has_error() and reply.metadata.src_node_id == SUPERLINK_NODE_ID
                     new.append(Message(reply.error, reply_to=message) if by_superlink else reply)
@@ -95,4 +103,30 @@ class PollingGrid(GridAround):
 
     def _activations(self) -> dict[int, str]:
         """When each connected node was last started, by the SuperLink's clock. Empty if the SuperLink does not say."""
-        return {node.node_id: node.last_activated_at for node in self.inner.get_nodes() if node.last_activated_at}
+        return {node.node_id: node.last_activated_at for node in self.get_nodes() if node.last_activated_at}
+
+    # --- repeated after an internal error of the SuperLink ---
+
+    def get_node_ids(self) -> list[int]:
+        return _repeated(super().get_node_ids)
+
+    def get_nodes(self) -> list[NodeInfo]:
+        return _repeated(super().get_nodes)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        """The replies. One that Flower had marked as delivered before an error is lost: it never arrives."""
+        return _repeated(functools.partial(super().pull_messages, list(message_ids)))
+
+
+def _repeated(request: Callable[[], Iterable[Item]]) -> list[Item]:
+    """The SuperLink's answer. After an internal error the request is repeated each second, for a minute."""
+    began = time.monotonic()
+    while True:
+        try:
+            return list(request())
+        except Exception as error:
+            status = getattr(getattr(error, "response", None), "status_code", 0)  # of Flower's HTTP client
+            if status < 500 or time.monotonic() - began >= _OUTAGE:
+                raise
+            LOG.warning("the SuperLink answered with status %d, its log says why; asking again", status)
+            time.sleep(1)

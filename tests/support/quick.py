@@ -3,7 +3,8 @@
 PARENT is the parent's process id. CLOCKS is `real`, or `quick` for one of Flower's programs with shorter waits:
 Flower 1.41 polls every 3 s, notices a lost node after 60 s, and starts a Python process for each message, which
 imports torch. Here it polls ten times as often, notices after 24 s, and a SuperExec that has imported torch forks its
-apps.
+apps. A busy disk must not fail a test either: the SuperLink's database is written without waiting for the disk, and
+locked for a minute, not 5 s, before a request fails.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ CONSTANTS = {
         "HEARTBEAT_CALL_TIMEOUT": 5,
         "LOG_STREAM_INTERVAL": POLL,
     },
-    "flwr.supercore.constant": {"PULL_INITIAL_BACKOFF": POLL, "PULL_BACKOFF_CAP": 1},
+    "flwr.supercore.constant": {
+        "PULL_INITIAL_BACKOFF": POLL,
+        "PULL_BACKOFF_CAP": 1,
+        "SQLITE_PRAGMAS": (
+            ("busy_timeout", "60000"),
+            ("journal_mode", "WAL"),
+            ("synchronous", "OFF"),
+            ("foreign_keys", "ON"),
+        ),
+    },
 }
 # The packages that an app imports besides its own code, which differs between runs.
 PRELOADED = ("torch", "torch.utils.data", "numpy.random", "pydantic.main", "safetensors.torch", "yaml")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
+import httpx
 import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
@@ -125,6 +127,62 @@ def test_a_reply_sent_before_a_restart_counts(federation: Federations, slept: li
 
     replies = list(PollingGrid(Late(federation((4, 4)).app(), 2)).send_and_receive(questions(1, 2)))
     assert [reply.has_content() for reply in replies] == [True, True]
+
+
+class Failing(Starting):
+    """The SuperLink answers a request with `status` if `failures` of the request's name has its number."""
+
+    def __init__(self, *args: Any, status: int = 500, failures: Mapping[str, Container[int]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.status, self.failures = status, failures
+        self.requests: dict[str, Iterator[int]] = defaultdict(itertools.count)
+
+    def _count(self, name: str) -> None:
+        if next(self.requests[name]) in self.failures.get(name, ()):
+            request = httpx.Request("POST", f"https://superlink:8000/v1/runtime/{name}")
+            httpx.Response(self.status, request=request).raise_for_status()
+
+    def get_node_ids(self) -> list[int]:
+        self._count("get-node-ids")
+        return [*super().get_node_ids()]
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        self._count("get-nodes")
+        return super().get_nodes()
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        self._count("pull-messages")
+        return super().pull_messages(message_ids)
+
+
+def test_a_superlink_that_fails_for_a_moment_is_asked_again(
+    federation: Federations, slept: list[float], flower_log: pytest.LogCaptureFixture
+) -> None:
+    """Restarted nodes are noticed all the same: internal errors of the SuperLink end SuperNodes."""
+    failures = {"get-node-ids": [0], "get-nodes": [0, 2, 3], "pull-messages": [0, 4]}
+    grid = PollingGrid(Failing(federation((4, 4)).app(), 2, lost=[2], failures=failures))
+    assert grid.get_node_ids() == [1, 2]
+    replies = grid.send_and_receive(questions(1, 2), timeout=300)
+    assert [reply.has_error() for reply in replies] == [False, True]
+    assert sum(slept) < 30
+    logged = [record.getMessage() for record in flower_log.records]
+    assert logged == ["the SuperLink answered with status 500, its log says why; asking again"] * 6
+
+
+@pytest.mark.parametrize("name", ["get-nodes", "pull-messages"])
+def test_a_superlink_that_keeps_failing_ends_the_round(federation: Federations, slept: list[float], name: str) -> None:
+    """Also if it answers the other requests."""
+    grid = Failing(federation((4, 4)).app(), 2, lost=[2], failures={name: range(1, 10**6)})
+    with pytest.raises(httpx.HTTPStatusError, match=f"500 Internal Server Error.*{name}"):
+        PollingGrid(grid).send_and_receive(questions(1, 2))
+    assert 60 <= sum(slept) < 70
+
+
+def test_a_request_that_the_superlink_refuses_ends_the_round(federation: Federations, slept: list[float]) -> None:
+    grid = Failing(federation((4, 4)).app(), 2, status=403, failures={"pull-messages": [0]})
+    with pytest.raises(httpx.HTTPStatusError, match="403"):
+        PollingGrid(grid).send_and_receive(questions(1, 2))
+    assert slept == []
 
 
 def test_the_log_says_what_is_waited_for(
