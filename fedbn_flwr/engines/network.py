@@ -9,16 +9,18 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flwr.app import Error, Message
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import LOG
 
 from .base import GivenUp, GridAround, OnReply
+
+if TYPE_CHECKING:
+    from flwr.proto.node_pb2 import NodeInfo
 
 _PAUSE = 0.05  # seconds before the first polls
 _LONGEST_PAUSE = 3.0  # seconds, as in Flower's own grid
