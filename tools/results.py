@@ -225,7 +225,8 @@ def differences(name: str) -> list[Difference]:
         tests, values = list[Paired](), list[list[float]]()
         for first, second, *rounds in pairs.values():
             metric = entry.get("metric", "accuracy")
-            one, other = (by_seed(runs_of(label, entry["set"]), metric, *rounds) for label in (first, second))
+            one = by_seed(runs_of(first, entry["set"]), metric, *rounds[:1])
+            other = by_seed(runs_of(second, entry["set"]), metric, *rounds[-1:])
             tests.append(paired(one, other))
             values.append([one[seed] - other[seed] for seed in one if seed in other])
         for title, of_seeds, test, p in zip(pairs, values, tests, corrected(tests), strict=True):

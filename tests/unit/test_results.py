@@ -155,6 +155,16 @@ def test_a_difference_is_paired_by_seed_and_tested_from_three_seeds_on() -> None
     assert found["Fixup - GN", "25 % of the rounds"].cells() == ("2.5", "1", "", "")
 
 
+def test_a_difference_may_be_of_other_rounds_in_each_run() -> None:
+    """FedBS in round 10 and FedAvg in round 20, from their curves."""
+    halved, level, _ = results.differences("results fedbs cifar")
+    for run in results.runs_of("fedbs/cifar10-unbalanced:FedBS"):
+        (other,) = (each for each in results.runs_of("fedbs/cifar10-unbalanced:FedAvg") if each.seed == run.seed)
+        ours, theirs = ({point["round"]: 100 * point["accuracy"] for point in each.curve} for each in (run, other))
+        assert halved.values[run.seed] == pytest.approx(ours[10] - theirs[20])
+        assert level.values[run.seed] == pytest.approx(ours[10] - theirs[10])
+
+
 def test_a_run_is_found_by_its_label_with_or_without_swept_keys() -> None:
     assert [run.settings["seed"] for run in results.runs_of("FedTAN", "fedtan/table2-16px")] == [0, 1]
     assert results.runs_of("mnist/falling:FixBN") == []
