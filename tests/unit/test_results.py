@@ -250,7 +250,7 @@ def test_the_readme_says_how_many_published_results_were_measured() -> None:
 
 def test_the_evidence_for_a_strategy_is_of_the_page_that_it_links_to() -> None:
     rows = {str(row[0]): row for row in results.evidence()[1]}
-    (few,) = (row for title, row in rows.items() if title.startswith("[few classes: MNIST]"))
+    (few,) = (row for title, row in rows.items() if title.startswith("[few classes: MNIST, "))
     falling = results.by_seed(results.runs_of("mnist/falling:FedAvg+BN")).values()
     assert few[1] == f"{statistics.mean(falling):.1f} ± {statistics.stdev(falling):.1f}", "at FixBN's rate"
     for title, row in results.specification("results/tables.yaml")["evidence"]["rows"].items():
