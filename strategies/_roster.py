@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -90,7 +91,7 @@ class Roster:
         problems = [*(problem for problem in problems if problem[0] not in moved), *moved.items()]
         # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
         reasons = sorted(
-            f"{self.name(node)}: {reason.removeprefix(f'client {self.partitions.get(node)}').lstrip(': ')}"
+            f"{self.name(node)}: {_without_number(reason, self.partitions.get(node))}"
             for node, reason in problems
         )
         bad, nodes = dict(problems), asked.nodes
@@ -154,3 +155,7 @@ def _too_few(what: str, asked: Asked) -> RunFailed:
         advice = "The same run would diverge again; lower the learning rate, or clip gradients"
         return Diverged(f"{what}:{listed}\n{advice}")
     return RunFailed(f"{what}:{listed}")
+
+
+def _without_number(reason: str, client: int | None) -> str:
+    return re.sub(rf"^client {client}\b[: ]*", "", reason)

@@ -152,7 +152,7 @@ class FedAPClient(ClientRule):
     @classmethod
     @torch.no_grad()
     def measure(cls, local: LocalRound) -> Arrays:
-        """Mean and biased variance of all values of each channel; a layer that is not used keeps those of the model."""
+        """Mean and biased variance of all values of each channel; a layer that a batch skips keeps the model's."""
         received, model = local.records[MODEL], copy.deepcopy(local.model).eval()
         model.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in received.items()}, strict=False)
         device = next(model.parameters()).device
@@ -162,6 +162,7 @@ class FedAPClient(ClientRule):
                 model(map_tensors(lambda tensor: tensor.to(device), inputs))
             batch_statistics.append(copied(moments.statistics()))
             sizes.append(float(count(inputs)))
-        measured = pooled_mean(batch_statistics, sizes)
+        used = set.intersection(*map(set, batch_statistics))
+        measured = pooled_mean([{key: part[key] for key in used} for part in batch_statistics], sizes)
         statistics = of_roles(received, {Role.STATISTICS})
         return {key: cast(measured.get(key, value), value.dtype) for key, value in statistics.items()}

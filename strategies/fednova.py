@@ -20,7 +20,7 @@ Choices that the paper leaves open:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -41,6 +41,7 @@ from .fedprox import PROXIMAL_MU
 
 NORMALISED = "fedbn.normalised"
 EFFECTIVE_STEPS = "effective-steps"  # the metric ||a_i||_1
+MOST_TIMES = 1000  # the median of the other clients' steps
 TRAINED = frozenset({Role.WEIGHTS, Role.AFFINE})
 
 
@@ -77,6 +78,19 @@ class FedNova(FedAvg):
             return problem
         a = reply.metrics[EFFECTIVE_STEPS]
         return None if a >= 1 - 1e-9 else f"its {EFFECTIVE_STEPS} is {a:g}; expected 1 or more"
+
+    def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+        """And numbers of steps that are far from the others', since each multiplies all changes."""
+        problems = super().compare(replies, sent)
+        a = {node: float(reply.metrics[EFFECTIVE_STEPS]) for node, reply in replies.items()}
+        for node in a if len(a) > 2 else ():
+            middle = float(np.median([each for other, each in a.items() if other != node]))
+            if a[node] > MOST_TIMES * middle:
+                problems[node] = (
+                    f"its {EFFECTIVE_STEPS} is {a[node]:g}, and {middle:g} in the median of the other clients; "
+                    f"expected at most {MOST_TIMES:,} times the median"
+                )
+        return problems
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """x + tau_eff sum_i p_i (x_i - x) / ||a_i||_1"""

@@ -65,7 +65,7 @@ class FedRDN(Wrapper):
 
     @dataclass
     class Memory(Wrapper.Memory):
-        pairs: dict[int, Arrays] = field(default_factory=dict)  # mean and deviation of each channel, by client
+        pairs: dict[int, Arrays] = field(default_factory=dict)  # mean and scale of each channel, by client
 
     memory: Memory
 
@@ -81,18 +81,18 @@ class FedRDN(Wrapper):
     def config(self, round: Round) -> Config:
         """The pairs of all clients."""
         pairs = [self.memory.pairs[client] for client in sorted(self.memory.pairs)]
-        means, deviations = (np.concatenate([pair[key] for pair in pairs]) for key in ("mean", "deviation"))
-        return {DRAWN: self.drawn, MEAN: means.tolist(), DEVIATION: deviations.tolist()}
+        means, scales = (np.concatenate([pair[key] for pair in pairs]) for key in ("mean", "scale"))
+        return {DRAWN: self.drawn, MEAN: means.tolist(), DEVIATION: (1 / scales).tolist()}
 
 
 def _problem(arrays: Arrays, known: Arrays) -> str | None:
-    """Why these cannot be mean and deviation of a client's inputs, or None."""
+    """Why these cannot be mean and scale of a client's inputs, or None."""
     forms = {(value.ndim, value.dtype.kind) for value in arrays.values()}
-    if arrays.keys() != {"mean", "deviation"} or forms != {(1, "f")}:
-        return f"it sent {sorted(arrays)}; expected mean and deviation of each channel of its inputs"
+    if arrays.keys() != {"mean", "scale"} or forms != {(1, "f")}:
+        return f"it sent {sorted(arrays)}; expected mean and scale (1 / deviation) of each channel of its inputs"
     if problem := arrays_problem(arrays, known or dict.fromkeys(arrays, arrays["mean"])):
         return problem
-    return None if (arrays["deviation"] > 0).all() else "it sent a deviation of its inputs that is not above zero"
+    return None if (arrays["scale"] > 0).all() else "it sent a scale of its inputs that is not above zero"
 
 
 class FedRDNClient(ClientRule):
@@ -123,7 +123,11 @@ class FedRDNClient(ClientRule):
 
     @classmethod
     def measure(cls, local: LocalRound) -> Arrays:
-        return cls.pair(local) if OWN in local.config else {}
+        """Mean and 1 / deviation: inputs are multiplied by it, so the server can tell a value that is too large."""
+        if OWN not in local.config:
+            return {}
+        pair = cls.pair(local)
+        return {"mean": pair["mean"], "scale": 1 / pair["deviation"]}
 
     @classmethod
     def own_inputs(cls, local: LocalRound) -> Callable[[Tensor], Tensor]:

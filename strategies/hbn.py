@@ -37,7 +37,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.models.tensors import copied
-from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key_of, of_roles, roles, split
+from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key_of, of_roles, roles
 from fedbn_flwr.norms.statistics import MomentRecorder
 from fedbn_flwr.norms.variants import HybridBatchNorm
 
@@ -100,8 +100,7 @@ class HBN(FedAvg):
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         model = dict(super().combine(round, replies, weights))
-        shared = split(unpack(round.arrays), self.traits.stays(round.arrays))[1]
-        sent = of_roles(shared, {Role.STATISTICS})
+        sent = of_roles(unpack(self.sent(round.arrays)), {Role.STATISTICS})
         sizes = [float(reply.metrics[protocol.BATCH_EXAMPLES]) for reply in replies]  # N_k
         n = sum(sizes)
         if not n:

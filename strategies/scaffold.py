@@ -80,7 +80,12 @@ class Scaffold(FedAvg):
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Line 17: N c <- N c + sum_i (c_i+ - c_i)"""
         memory, clients = self.memory, {reply.message.metadata.src_node_id: reply for reply in replies}
-        if lost := [self.roster.name(node) for node, reply in clients.items() if reply.metrics.get(CONTROL_LOST)]:
+        lost = [
+            self.roster.name(node)
+            for node, reply in clients.items()
+            if reply.metrics.get(CONTROL_LOST) and self.roster.client(node) in memory.added
+        ]
+        if lost:
             memory.control, memory.added = {}, {}
             words = "round %d: all control variates begin at zero again, since %s lost the state with theirs"
             LOG.warning(words, round.number, ", ".join(lost))

@@ -404,8 +404,8 @@ class BNClient(NumPyClient):
     def _test_sets(self, config: Config) -> Mapping[str, Iterable[Batch]]:
         with self._random_streams("evaluate", config):
             data = self.eval_data() if callable(self.eval_data) else self.eval_data
-        if data is None:
-            raise MessageError("this client has no data to evaluate on (eval_data was not given)")
+        if data is None or data == {}:
+            raise MessageError("this client has no data to evaluate on (eval_data was not given, or is empty)")
         return data if isinstance(data, Mapping) else {"": data}
 
     def _evaluate_on(

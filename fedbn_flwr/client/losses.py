@@ -40,13 +40,13 @@ def cross_entropy(
             f"the model returned a {type(logits).__name__}, and the cross entropy needs a tensor of logits, or an "
             "object that has it as `logits`; give a loss of your own, a function of what the model returns"
         )
-    if targets.is_floating_point() and targets.shape != logits.shape:
+    if targets.is_floating_point() and (logits.ndim > 2 or targets.shape != logits.shape):
         raise SettingsError(
             "the targets are floating-point numbers, and the cross entropy needs class numbers; set the task "
             "(regression, binary, multilabel), or give a loss of your own"
         )
     targets, dense = without_channel(logits, targets), logits.ndim > 2
-    if targets.shape not in (logits.shape, logits.shape[:1] + logits.shape[2:]):
+    if not targets.is_floating_point() and targets.shape != logits.shape[:1] + logits.shape[2:]:
         raise SettingsError(
             f"the model returned {list(logits.shape)} for targets {list(targets.shape)}; the cross entropy needs "
             "logits [N, C, ...] and class numbers [N, ...] or [N, 1, ...]"

@@ -174,9 +174,9 @@ def test_frozen_statistics_stay_and_secure_aggregation_is_an_error(federation: F
         FedNova(bounds={"max_share": 0.5})
 
 
-@pytest.mark.parametrize("a", [0.0, 1e-9, -1.0, None])
+@pytest.mark.parametrize("a", [0.0, 1e-9, -1.0, None, 2001.0, 2e9])
 def test_a_reply_with_a_false_number_of_steps_is_left_out(federation: Federations, a: float | None) -> None:
-    """A number near zero would multiply the client's change by as much as it likes."""
+    """A number near zero would multiply the client's change by as much as it likes, a large one all changes."""
     fed = federation((8, 12, 8), lr=0.1, steps=2)
 
     class Lying(LocalGrid):

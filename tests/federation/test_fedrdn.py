@@ -149,7 +149,7 @@ def test_a_table_has_the_deviation_of_its_columns_and_a_constant_one_has_1() -> 
     client = BNClient(nn.Linear(2, 2).double(), data)
     found = client.measure_round({"fedbn.inputs-own": True}).arrays
     np.testing.assert_allclose(found["mean"], [4, 5])
-    np.testing.assert_allclose(found["deviation"], [np.sqrt((9 + 4 + 4 + 9) / 3), 1])
+    np.testing.assert_allclose(1 / found["scale"], [np.sqrt((9 + 4 + 4 + 9) / 3), 1])
 
 
 def test_it_composes_with_strategies_whose_clients_do_more(federation: Federations) -> None:
@@ -186,11 +186,11 @@ class Wrong(BNClient):
     def measure_round(self, config: Any, *rest: Any) -> Any:
         found = super().measure_round(config, *rest)
         if self.identity["partition-id"] == 0:
-            found.arrays["deviation"] = np.zeros_like(found.arrays["deviation"])
+            found.arrays["scale"] = np.zeros_like(found.arrays["scale"])
         return found
 
 
-def test_a_deviation_of_zero_is_left_out(federation: Federations) -> None:
+def test_a_scale_of_zero_is_left_out(federation: Federations) -> None:
     fed = federation(SIZES)
     app = client_app(lambda context: Wrong(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
     rule = FedRDN(FedAvg(fraction_evaluate=0.0))
@@ -230,6 +230,22 @@ class Absurd(Far):
     factor = 1e20
 
 
+class Narrow(BNClient):
+    """Client 2 sends a deviation so small that it would enlarge all clients' inputs; or one that is zero in float32."""
+
+    deviation = 1e-6
+
+    def measure_round(self, config: Any, *rest: Any) -> Any:
+        found = super().measure_round(config, *rest)
+        if self.identity["partition-id"] == 2:
+            found.arrays["scale"] = np.full_like(found.arrays["scale"], 1 / self.deviation)
+        return found
+
+
+class Narrowest(Narrow):
+    deviation = 1e-60
+
+
 @pytest.mark.parametrize(
     ("client", "bounds", "left"),
     [
@@ -237,6 +253,8 @@ class Absurd(Far):
         (Far, {"plausible": 10}, [0, 1]),
         (Absurd, None, [0, 1]),
         (Absurd, {"plausible": 10}, [0, 1]),
+        (Narrow, {"plausible": 10}, [0, 1]),
+        (Narrowest, None, [0, 1]),
     ],
 )
 def test_a_far_pair_is_left_out_by_plausible_and_an_absurd_one_always(
@@ -274,9 +292,8 @@ def test_a_client_s_model_normalises_its_inputs_as_the_client_does(tmp_path: Pat
     pairs = parse(result.files.checkpoint.read().strategy or b"", list)[0]["FedRDN"]["pairs"]
     images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     for client in range(3):
-        pair = (torch.from_numpy(pairs[client][key]) for key in ("mean", "deviation"))
-        mean, deviation = (value.float()[:, None, None] for value in pair)
-        expected = result.model()((images - mean) / deviation)
+        mean, scale = (torch.from_numpy(pairs[client][key])[:, None, None] for key in ("mean", "scale"))
+        expected = result.model()((images - mean.float()) / (1 / scale).float())
         own = pickle.loads(pickle.dumps(result.model(client=client)))
         torch.testing.assert_close(own(images), expected)
         assert not torch.allclose(expected, result.model()(images), rtol=0.01)

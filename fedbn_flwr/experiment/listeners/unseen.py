@@ -20,6 +20,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import record_of
 from fedbn_flwr.messages.reply import reason_of
 from fedbn_flwr.norms.roles import split
+from fedbn_flwr.strategies import evaluation_round
 
 from ..settings import Settings
 from .evaluate import ByClient, values_of
@@ -52,7 +53,9 @@ class Unseen(Listener):
     def _newcomers(self, running: Running, finished: FinishedRound, way: str) -> ByClient:
         """The metrics of each newcomer with statistics of this kind."""
         prepared = running.prepared
-        config = {**running.config, protocol.ROUND: finished.number}
+        given = ConfigRecord({**running.config})
+        round = evaluation_round(prepared.rule, finished.number, finished.arrays, given, running.grid)
+        config = {**round.config, protocol.ROUND: finished.number}
         config |= {protocol.REESTIMATE: True} if way == "batch" else {}
         arrays, kept = finished.arrays, prepared.rule.traits.kept
         if way == "own" and kept:
