@@ -91,8 +91,7 @@ class Roster:
         problems = [*(problem for problem in problems if problem[0] not in moved), *moved.items()]
         # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
         reasons = sorted(
-            f"{self.name(node)}: {_without_number(reason, self.partitions.get(node))}"
-            for node, reason in problems
+            f"{self.name(node)}: {_without_number(reason, self.partitions.get(node))}" for node, reason in problems
         )
         bad, nodes = dict(problems), asked.nodes
         usable = sorted(answered.keys() - bad.keys(), key=self.position)

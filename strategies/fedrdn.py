@@ -104,7 +104,11 @@ class FedRDNClient(ClientRule):
         ),
         MEAN: Key("floats", "the input channels' means, one client after another"),
         DEVIATION: Key("floats", f"the standard deviations for `{MEAN}`"),
-        OWN: Key("true", "measure the inputs' own mean and deviation (`query.measure`), and normalise tests with them"),
+        OWN: Key(
+            "true",
+            "measure the inputs' own mean and deviation (`query.measure`, which is answered with arrays `mean` and "
+            "`scale`, 1 / deviation), and normalise tests with them",
+        ),
     }
     order = 1  # around the batches of other rules, such as those that FedRep adds
     stored = "fedbn.inputs"  # the name of the pair in the client's state
@@ -138,10 +142,15 @@ class FedRDNClient(ClientRule):
     def pair(cls, local: LocalRound) -> Arrays:
         """Mean and deviation of the client's inputs, which it measures once."""
         if not (pair := local.state.load(cls.stored)):
-            images = [_numbers(inputs).double().flatten(2) for inputs, _ in local.epoch(MEASURING)]
-            means = torch.cat([part.mean(2) for part in images])
-            deviation = torch.cat([part.std(2) for part in images]).mean(0) if images[0].shape[2] > 1 else means.std(0)
-            measured = {"mean": means.mean(0), "deviation": deviation.where(deviation > 0, 1.0)}
+            means, deviations = list[Tensor](), list[Tensor]()
+            for inputs, _ in local.epoch(MEASURING):
+                images = _numbers(inputs).double().flatten(2)
+                means.append(images.mean(2))
+                if images.shape[2] > 1:
+                    deviations.append(images.std(2))
+            mean = torch.cat(means)
+            deviation = torch.cat(deviations).mean(0) if deviations else mean.std(0)
+            measured = {"mean": mean.mean(0), "deviation": deviation.where(deviation > 0, 1.0)}
             pair = {key: value.cpu().numpy() for key, value in measured.items()}
             local.state.save(cls.stored, pair)
         return pair

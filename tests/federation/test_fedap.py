@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, run
+from fedbn_flwr.client.rule import MODEL
 from fedbn_flwr.errors import RunFailed, SettingsError, UserError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -253,6 +254,25 @@ def own_normalised(images: NDArray[Any]) -> NDArray[Any]:
     pixels = images.reshape(*images.shape[:2], -1)
     mean, deviation = pixels.mean(2).mean(0), pixels.std(2, ddof=1).mean(0)
     return np.asarray((images - mean[:, None, None]) / deviation[:, None, None])
+
+
+def test_a_layer_that_a_batch_skips_keeps_the_model_s_statistics() -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.sometimes = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            outputs: torch.Tensor = self.always(inputs)
+            return self.sometimes(outputs) if len(inputs) > 2 else outputs
+
+    rows = torch.randn(10, 3)
+    for batches in ([rows[:8], rows[8:]], [rows[8:], rows[:8]]):
+        client = BNClient(model := Skipping(), Batches([(each, torch.zeros(len(each))) for each in batches]))
+        model.sometimes.running_mean += 7
+        found = client.measure_round({"fedbn.norm-inputs": True}, {MODEL: as_numpy(model.state_dict())}).arrays
+        np.testing.assert_allclose(found["always.running_mean"], rows.mean(0), atol=1e-6)
+        np.testing.assert_array_equal(found["sometimes.running_mean"], [7, 7, 7])
 
 
 def test_inside_fedrdn_clients_measure_the_inputs_that_it_normalises(federation: Federations) -> None:

@@ -535,7 +535,24 @@ def test_a_client_that_lost_its_state_does_not_change_the_optimum(flower_log: py
     assert found[4:8] == weights(models_of(again, strategy(), 4))
 
 
-def test_a_client_that_returns_under_another_node_id_keeps_its_control_variate(tmp_path: Path) -> None:
+def test_a_client_cannot_have_lost_what_the_server_never_added(flower_log: pytest.LogCaptureFixture) -> None:
+    """A reply that says so in each round begins again once the server has its c_i, and not before."""
+
+    class Lying(GridAround):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            for reply in self.inner.send_and_receive(messages, timeout=timeout):
+                if reply.metadata.src_node_id == 2:
+                    reply.content["metrics"]["control-lost"] = 1
+                yield reply
+
+    models_of(one_weight(), strategy(), 4, grid=Lying(one_weight().grid()))
+    logged = [each.getMessage() for each in flower_log.records if "begin at zero again" in each.getMessage()]
+    assert [each[:7] for each in logged] == ["round 2", "round 4"]
+
+
+def test_a_client_that_returns_under_another_node_id_keeps_its_control_variate(
+    tmp_path: Path, flower_log: pytest.LogCaptureFixture
+) -> None:
     """As a SuperNode that was restarted. The server asks the unknown node for its partition."""
     fed = one_weight()
     grids = [fed.grid(node_config={"state": str(tmp_path)}, node_ids=ids) for ids in ([1, 2], [1, 77])]
@@ -557,3 +574,5 @@ def test_a_client_that_returns_under_another_node_id_keeps_its_control_variate(t
     grid.rule.start(grid, fed.arrays(), num_rounds=8, train_config=run, evaluate_fn=keep)
     assert grid.inner is grids[1]
     assert models[1:] == pytest.approx(by_hand([{0, 1}] * 8), rel=1e-12)
+    missed = [each.getMessage()[:7] for each in flower_log.records if "not connected" in each.getMessage()]
+    assert missed in ([], ["round 3"]), "until its partition is known"

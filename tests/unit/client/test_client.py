@@ -341,9 +341,10 @@ def test_a_message_without_config_is_a_first_round(federation: Federations) -> N
     assert not reply.has_error()
 
 
-def test_evaluation_without_data_is_refused(federation: Federations) -> None:
+@pytest.mark.parametrize("data", [None, {}])
+def test_evaluation_without_data_is_refused(federation: Federations, data: Any) -> None:
     fed = federation()
-    app = client_app(lambda context: BNClient(copy.deepcopy(fed.model), fed.data[0], context=context))
+    app = client_app(lambda context: BNClient(copy.deepcopy(fed.model), fed.data[0], data, context=context))
     (reply,) = ask(fed.grid(app), message(1, fed.arrays(), "evaluate"))
     assert "client 0 could not evaluate: MessageError: this client has no data to evaluate on" in reason(reply)
 

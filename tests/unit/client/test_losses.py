@@ -43,6 +43,8 @@ def test_it_is_the_sum_of_weighted_losses_over_the_number_of_images(smoothing: f
             r"the model returned \[2, 3, 4, 4\] for targets \[2, 8, 8\]; .* class numbers \[N, ...\] or \[N, 1, ...\]",
         ),
         (torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64), r"for targets \[2, 2\]"),
+        (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64), r"for targets \[2, 3\]"),
+        (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4), "the targets are floating-point numbers, and"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_compare_is_named(outputs: Any, targets: Tensor, words: str) -> None:
