@@ -92,7 +92,8 @@ def _problem(arrays: Arrays, known: Arrays) -> str | None:
         return f"it sent {sorted(arrays)}; expected mean and scale (1 / deviation) of each channel of its inputs"
     if problem := arrays_problem(arrays, known or dict.fromkeys(arrays, arrays["mean"])):
         return problem
-    return None if (arrays["scale"] > 0).all() else "it sent a scale of its inputs that is not above zero"
+    too_small = "it sent a scale of its inputs that is not above zero, or too small for float32"
+    return None if (arrays["scale"] > np.finfo(np.float32).tiny).all() else too_small
 
 
 class FedRDNClient(ClientRule):

@@ -183,14 +183,20 @@ def test_a_question_without_a_client_rule_that_measures_is_an_error() -> None:
 
 
 class Wrong(BNClient):
+    scale = 0.0
+
     def measure_round(self, config: Any, *rest: Any) -> Any:
         found = super().measure_round(config, *rest)
         if self.identity["partition-id"] == 0:
-            found.arrays["scale"] = np.zeros_like(found.arrays["scale"])
+            found.arrays["scale"] = np.full_like(found.arrays["scale"], self.scale)
         return found
 
 
-def test_a_scale_of_zero_is_left_out(federation: Federations) -> None:
+@pytest.mark.parametrize("scale", [0.0, -1.0, 5e-324])
+def test_a_scale_that_is_not_above_zero_is_left_out(
+    federation: Federations, monkeypatch: pytest.MonkeyPatch, scale: float
+) -> None:
+    monkeypatch.setattr(Wrong, "scale", scale)
     fed = federation(SIZES)
     app = client_app(lambda context: Wrong(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
     rule = FedRDN(FedAvg(fraction_evaluate=0.0))
