@@ -29,7 +29,7 @@ from annotated_types import Ge
 
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.messages.aggregate import Arrays, cast
+from fedbn_flwr.messages.aggregate import MOST_TIMES, Arrays, cast
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
@@ -41,7 +41,6 @@ from .fedprox import PROXIMAL_MU
 
 NORMALISED = "fedbn.normalised"
 EFFECTIVE_STEPS = "effective-steps"  # the metric ||a_i||_1
-MOST_TIMES = 1000  # the median of the other clients' steps
 TRAINED = frozenset({Role.WEIGHTS, Role.AFFINE})
 
 

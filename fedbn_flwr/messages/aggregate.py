@@ -191,7 +191,7 @@ def negative_variance(arrays: Arrays) -> str | None:
     return None
 
 
-_TIMES = 1000
+MOST_TIMES = 1000  # the median of the other clients, beyond which a huge value is absurd
 # Above it, training fails: the gradient of a squared error of two layers has products of three weights.
 _HUGE = float(np.finfo(np.float32).max) ** (1 / 3)  # 7e12
 
@@ -222,10 +222,10 @@ def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | N
                 continue
             changes = [_largest_change(reply[key], sent.get(key)) for reply in replies]
             middle = float(np.median([*changes[:i], *changes[i + 1 :]]))
-            if changes[i] > _TIMES * middle:
+            if changes[i] > MOST_TIMES * middle:
                 problems[i] = (
                     f"{key!r} changed by up to {changes[i]:.2g}, and by {middle:.2g} in the median of the other "
-                    f"clients; expected at most {_TIMES:,} times the median for values this large"
+                    f"clients; expected at most {MOST_TIMES:,} times the median for values this large"
                 )
                 break
     return problems
