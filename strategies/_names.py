@@ -4,18 +4,17 @@ from typing import Any as _Any
 
 from fedbn_flwr import extensions as _extensions
 from fedbn_flwr.messages.reply import Reply as Reply
-
-from ._composition import broken as broken
-from ._foreign import as_rule as as_rule
-from ._hooks import Question as Question
-from ._hooks import Round as Round
-from ._hooks import Traits as Traits
-from ._hooks import mean_is_enough as mean_is_enough
-from ._rule import Rule as Rule
-from ._rule import evaluation_round as evaluation_round
-from ._rule import restore as restore
-from ._rule import state_of as state_of
-from ._wrapper import Wrapper as Wrapper
+from fedbn_flwr.server.composition import broken as broken
+from fedbn_flwr.server.flower import as_rule as as_rule
+from fedbn_flwr.server.hooks import Question as Question
+from fedbn_flwr.server.hooks import Round as Round
+from fedbn_flwr.server.hooks import Traits as Traits
+from fedbn_flwr.server.hooks import mean_is_enough as mean_is_enough
+from fedbn_flwr.server.round import Rule as Rule
+from fedbn_flwr.server.round import evaluation_round as evaluation_round
+from fedbn_flwr.server.round import restore as restore
+from fedbn_flwr.server.round import state_of as state_of
+from fedbn_flwr.server.wrapper import Wrapper as Wrapper
 
 # One line for each strategy: from these names an experiment can choose, and from those of extensions.
 from .fedap import FedAP as FedAP

@@ -46,8 +46,8 @@ from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers, of_roles, split
 from fedbn_flwr.norms.statistics import MomentRecorder
+from fedbn_flwr.server.hooks import Question, Round, Traits
 
-from ._hooks import Question, Round, Traits
 from .fedbn import FedBN
 
 NORM_INPUTS = "fedbn.norm-inputs"

@@ -31,12 +31,11 @@ from fedbn_flwr.messages.arrays import metrics_in, record_of
 from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem
 from fedbn_flwr.messages.votes import common_metrics
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
-
-from ._base import BaseStrategy
-from ._bounds import InfluenceBounds, refuse_bounds
-from ._hooks import Config, Json, Round, Traits, mean_is_enough
-from ._questions import ask_for_partitions, connected
-from ._rule import Rule, evaluation_round
+from fedbn_flwr.server.base import BaseStrategy
+from fedbn_flwr.server.bounds import InfluenceBounds, refuse_bounds
+from fedbn_flwr.server.hooks import Config, Json, Round, Traits, mean_is_enough
+from fedbn_flwr.server.questions import ask_for_partitions, connected
+from fedbn_flwr.server.round import Rule, evaluation_round
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.server.hooks import Json, Traits, require_norm
 
-from ._hooks import Json, Traits, require_norm
 from .fedavg import FedAvg
 
 

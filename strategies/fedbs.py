@@ -25,8 +25,8 @@ from annotated_types import Ge
 
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.reply import Reply, number_problem
+from fedbn_flwr.server.hooks import Config, Json, Round
 
-from ._hooks import Config, Json, Round
 from .fedavg import FedAvg
 from .fedprox import PROXIMAL_MU
 

@@ -34,8 +34,8 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.server.hooks import Config, Round, Traits
 
-from ._hooks import Config, Round, Traits
 from .fedavg import FedAvg
 from .fedprox import PROXIMAL_MU
 

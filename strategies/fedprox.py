@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, add_, clone, sub
+from fedbn_flwr.server.hooks import Config, Round
 
-from ._hooks import Config, Round
 from .fedavg import FedAvg
 
 PROXIMAL_MU = "proximal-mu"  # Flower's key

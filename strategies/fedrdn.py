@@ -34,9 +34,8 @@ from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import MEASURING, Batch, ClientRule, Key, LocalRound
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
-
-from ._hooks import Config, Question, Round, Traits
-from ._wrapper import Wrapper
+from fedbn_flwr.server.hooks import Config, Question, Round, Traits
+from fedbn_flwr.server.wrapper import Wrapper
 
 DRAWN = "fedbn.inputs-drawn"
 MEAN = "fedbn.inputs-mean"

@@ -25,8 +25,8 @@ from fedbn_flwr.client.rule import Batch, ClientRule, Key
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import LAST, split
+from fedbn_flwr.server.hooks import Config, Round
 
-from ._hooks import Config, Round
 from .fedavg import FedAvg, Names
 
 HEAD_EPOCHS = "fedbn.head-epochs"

@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord, Message
 from torch.optim import SGD
 
 from fedbn_flwr.client.rule import ClientRule, Gradient
-from fedbn_flwr.engines.base import capabilities
+from fedbn_flwr.engines.capabilities import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.carriers import ByMessages, Carrier, ExchangesDone, judge, service
 from fedbn_flwr.exchange.codec import TIME_LIMIT, Agreement, Contribution
@@ -33,8 +33,8 @@ from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import total_weight, weighted_mean
 from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.server.hooks import Config, Round, Traits, mean_is_enough, require_norm
 
-from ._hooks import Config, Round, Traits, mean_is_enough, require_norm
 from .fedavg import FedAvg
 from .fixbn import FixBN, LastFree, frozen_roles
 

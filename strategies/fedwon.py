@@ -17,8 +17,8 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
+from fedbn_flwr.server.hooks import Config, Round
 
-from ._hooks import Config, Round
 from .fedavg import FedAvg
 
 CLIP = "fedbn.clip"

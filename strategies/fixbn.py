@@ -41,9 +41,8 @@ from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, of_roles, split
 from fedbn_flwr.norms.statistics import MomentRecorder
-
-from ._hooks import Config, Json, Round, Traits, mean_is_enough, require_norm
-from ._wrapper import Wrapper
+from fedbn_flwr.server.hooks import Config, Json, Round, Traits, mean_is_enough, require_norm
+from fedbn_flwr.server.wrapper import Wrapper
 
 FREEZE = "fedbn.freeze"
 MOMENTS = "fedbn.moments"

@@ -23,10 +23,9 @@ from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
-
-from ._bounds import refuse_bounds
-from ._hooks import Config, Round, Traits, mean_is_enough
-from ._wrapper import Wrapper
+from fedbn_flwr.server.bounds import refuse_bounds
+from fedbn_flwr.server.hooks import Config, Round, Traits, mean_is_enough
+from fedbn_flwr.server.wrapper import Wrapper
 
 MOMENTUM = "fedbn.momentum"
 MOMENTUM_RECORD = "momentum"

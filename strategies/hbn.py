@@ -40,8 +40,8 @@ from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key_of, of_roles, roles
 from fedbn_flwr.norms.statistics import MomentRecorder
 from fedbn_flwr.norms.variants import HybridBatchNorm
+from fedbn_flwr.server.hooks import Config, Json, Round, Traits
 
-from ._hooks import Config, Json, Round, Traits
 from .fedavg import FedAvg
 from .heterobn import with_measured_statistics
 

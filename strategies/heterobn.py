@@ -20,9 +20,9 @@ from fedbn_flwr.messages.aggregate import Arrays, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import NORM_STATE, roles
+from fedbn_flwr.server.hooks import Round
+from fedbn_flwr.server.questions import connected
 
-from ._hooks import Round
-from ._questions import connected
 from .fedavg import FedAvg
 
 

@@ -28,9 +28,8 @@ from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_mean, weighted_me
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import NORM_STATE, Role, of_roles
-
-from ._hooks import Json, Round, mean_is_enough
-from ._wrapper import Wrapper
+from fedbn_flwr.server.hooks import Json, Round, mean_is_enough
+from fedbn_flwr.server.wrapper import Wrapper
 
 
 class MeanStatistics(Wrapper):

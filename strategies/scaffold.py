@@ -31,9 +31,9 @@ from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply, with_config
 from fedbn_flwr.models.tensors import copied, tensor_like
+from fedbn_flwr.server.hooks import Config, Round, Traits, mean_is_enough
+from fedbn_flwr.server.questions import ask_for_partitions
 
-from ._hooks import Config, Round, Traits, mean_is_enough
-from ._questions import ask_for_partitions
 from .fedavg import FedAvg
 
 CONTROL = "fedbn.control"

@@ -8,8 +8,8 @@ reestimated` evaluates the global model in this way.
 from __future__ import annotations
 
 from fedbn_flwr.norms.roles import NORM_STATE
+from fedbn_flwr.server.hooks import Traits
 
-from ._hooks import Traits
 from .fedbn import LocalNorm
 
 

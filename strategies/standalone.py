@@ -9,8 +9,8 @@ client.)
 from __future__ import annotations
 
 from fedbn_flwr.norms.roles import Role
+from fedbn_flwr.server.hooks import Traits
 
-from ._hooks import Traits
 from .fedavg import FedAvg
 
 

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 OURS = ("fedbn_flwr", "strategies")
 CORE = (
     "strategies",
-    *(f"fedbn_flwr/{name}" for name in ("client", "exchange", "messages", "engines", "norms", "models")),
+    *(f"fedbn_flwr/{name}" for name in ("server", "client", "exchange", "messages", "engines", "norms", "models")),
 )
 
 

@@ -87,7 +87,7 @@ class _App(ClientApp):
             register = getattr(self, category)(action or "default", mods=[*around.get(category, ())])
             register(functools.partial(self._handle, task, handle))
         if not around.get("query"):  # otherwise mods must see each exchange
-            self.continue_parked = _continue_parked  # as `engines.base.ContinuesParked`
+            self.continue_parked = _continue_parked  # as `engines.capabilities.ContinuesParked`
 
     def __call__(self, message: Message, context: Context) -> Message:
         content = {*message.content} if message.has_content() else set()

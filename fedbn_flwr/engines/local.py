@@ -27,7 +27,7 @@ from fedbn_flwr.errors import MissingPackage, install
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
 
-from .base import Capabilities, ContinuesParked, GivenUp, OnReply
+from .capabilities import Capabilities, ContinuesParked, GivenUp, OnReply
 from .pool import ForkPool, Nodes, Pool
 
 if TYPE_CHECKING:  # imported only when a strategy uses exchanges

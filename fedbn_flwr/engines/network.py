@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import LOG
 
-from .base import GivenUp, GridAround, OnReply
+from .capabilities import GivenUp, GridAround, OnReply
 
 if TYPE_CHECKING:
     from flwr.proto.node_pb2 import NodeInfo

@@ -27,7 +27,7 @@ from fedbn_flwr.errors import FedbnError, RunFailed, described
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 from fedbn_flwr.messages.reply import OwnContent, with_content
 
-from .base import ContinuesParked, OnReply
+from .capabilities import ContinuesParked, OnReply
 from .worker import NodeWorker, Worker
 
 if TYPE_CHECKING:  # imported only when a strategy uses exchanges

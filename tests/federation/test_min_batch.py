@@ -9,7 +9,7 @@ import pytest
 from flwr.app import Message
 
 from fedbn_flwr import BNClient, cli, client_app
-from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.data import shares_of
 from fedbn_flwr.experiment.file.layers import load_experiment

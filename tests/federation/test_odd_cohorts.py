@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import FedAdam, FedAvgM, Krum, Strategy
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack

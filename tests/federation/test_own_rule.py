@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from fedbn_flwr.strategies._base import BaseStrategy  # type: ignore[import-untyped]
 from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -30,6 +29,7 @@ from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import with_config
 from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.server.base import BaseStrategy
 from fedbn_flwr.strategies import (
     HBN,
     FedAP,

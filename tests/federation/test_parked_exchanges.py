@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr import client_app, strategies
 from fedbn_flwr.client import layerwise
-from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, RUN
 from fedbn_flwr.results.folder.ledger import MeteredGrid

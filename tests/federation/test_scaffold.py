@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.node_state import NodeState
-from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Scaffold, restore, state_of

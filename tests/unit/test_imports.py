@@ -18,6 +18,7 @@ FOLDERS = (
     "fedbn_flwr.experiment",
     "fedbn_flwr.results",
     "strategies",
+    "fedbn_flwr.server",
     "fedbn_flwr.engines",
     "fedbn_flwr.client",
     "fedbn_flwr.exchange",
@@ -136,14 +137,15 @@ def test_no_cycles() -> None:
         visit(name, ())
 
 
-# What may be called the same: the two halves of an extension, beside the room `client` and its module.
+# What may be called the same: the two halves of an extension, and those of the core in the rooms `server` and `client`.
 HALVES = {"client", "strategy"}
+TWINS = ("fedbn_flwr.server", "fedbn_flwr.client")
 
 
 def test_a_word_is_the_name_of_one_module() -> None:
-    found: dict[str, list[str]] = {}
+    found: dict[str, set[str]] = {}
     for name in sorted(FILES.keys() - PACKAGES - PUBLIC):
-        word = name.rpartition(".")[2]
+        room, _, word = name.rpartition(".")
         if not (name.startswith("fedbn_flwr.extensions.") and word in HALVES):
-            found.setdefault(word, []).append(name)
+            found.setdefault(word, set()).add("a half" if room in TWINS else name)
     assert not {word: names for word, names in found.items() if len(names) > 1}

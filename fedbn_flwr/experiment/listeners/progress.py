@@ -29,7 +29,7 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
 
-from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of

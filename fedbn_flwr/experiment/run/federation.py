@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
-from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.engines.capabilities import wait_for_nodes
 from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import arrays_problem

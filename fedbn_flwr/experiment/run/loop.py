@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client import evaluation
-from fedbn_flwr.engines.base import GridWithout, capabilities
+from fedbn_flwr.engines.capabilities import GridWithout, capabilities
 from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import Diverged, RunFailed

@@ -39,7 +39,7 @@ from fedbn_flwr.trees import Json
 
 from .noise import Change, KeysByPart, applied, change_of, clipped, epsilon_of, gaussian, parts_of
 
-# The guarantees that the strategy inside must give (`strategies/_composition.py`).
+# The guarantees that the strategy inside must give (`server/composition.py`).
 _NEEDS = {
     "inside": "{outer} must clip or check the change of each client; use one of the two",
     "mean": "{outer} does not account for this",

@@ -20,7 +20,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from ray.exceptions import RayError
 
-from fedbn_flwr.engines.base import OnReply
+from fedbn_flwr.engines.capabilities import OnReply
 from fedbn_flwr.engines.local import LocalGrid, identify
 from fedbn_flwr.engines.pool import Nodes, Served, WorkerPool
 from fedbn_flwr.engines.worker import NodeWorker, Then, keep_freed_memory

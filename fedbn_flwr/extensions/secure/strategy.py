@@ -67,7 +67,7 @@ _Range = Annotated[float, Ge(1), Le(2**31), "a number from 1 to 2**31"]
 _MOST_SKIPPED = 3  # rounds in a row
 
 
-# The guarantees that the strategy inside must give (`strategies/_composition.py`).
+# The guarantees that the strategy inside must give (`server/composition.py`).
 _NEEDS = {
     "inside": "{outer} hides the single replies; use one of them",
     **dict.fromkeys(

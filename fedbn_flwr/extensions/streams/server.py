@@ -22,7 +22,7 @@ import grpc
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.engines.base import capabilities
+from fedbn_flwr.engines.capabilities import capabilities
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.exchange.carriers import ExchangesDone
 from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution, contribution_from_records

@@ -15,7 +15,7 @@ from typing import cast
 from flwr.app import Message
 
 from fedbn_flwr.client.training import TRAINER, Trained, Training, train
-from fedbn_flwr.engines.base import OnReply
+from fedbn_flwr.engines.capabilities import OnReply
 from fedbn_flwr.engines.pool import Nodes, Pool
 from fedbn_flwr.exchange.step import LayerwiseStep
 

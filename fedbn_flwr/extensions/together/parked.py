@@ -15,7 +15,7 @@ from flwr.app import Error, Message, MessageType
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client.layerwise import Session
-from fedbn_flwr.engines.base import ContinuesParked, OnReply
+from fedbn_flwr.engines.capabilities import ContinuesParked, OnReply
 from fedbn_flwr.engines.pool import Nodes
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, contribution_to_records
 from fedbn_flwr.extensions import declared

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.messages.gate import Gated, gate

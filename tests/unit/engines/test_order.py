@@ -13,7 +13,7 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.engines.base import OnReply
+from fedbn_flwr.engines.capabilities import OnReply
 from fedbn_flwr.engines.pool import Nodes, WorkerPool
 from fedbn_flwr.engines.worker import NodeWorker, Then
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY

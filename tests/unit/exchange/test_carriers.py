@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedbn_flwr.strategies._roster import Asked  # type: ignore[import-untyped]
 from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-untyped]
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.exchange.carriers import ExchangesDone, contribution_problem
 from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.server.roster import Asked
 from fedbn_flwr.strategies import FedTAN, Round
 
 

@@ -9,7 +9,7 @@ from flwr.app import Error, Message
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.federation import check_nodes

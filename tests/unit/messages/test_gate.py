@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fedbn_flwr.strategies._roster import Asked, Roster, Screening  # type: ignore[import-untyped]
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -24,6 +23,7 @@ from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.quote import one_line
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.messages.votes import metric_problems
+from fedbn_flwr.server.roster import Asked, Roster, Screening
 from fedbn_flwr.strategies import FedAvg, Round
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)

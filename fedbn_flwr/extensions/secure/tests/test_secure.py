@@ -21,7 +21,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from torch import nn
 
 from fedbn_flwr import LocalGrid, client_app, convert_norm
-from fedbn_flwr.engines.base import GridAround
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 
-from ._hooks import Hooks
+from .hooks import Hooks
 
 
 @runtime_checkable

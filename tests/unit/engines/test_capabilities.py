@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.engines.base import Capabilities, GridAround, capabilities
+from fedbn_flwr.engines.capabilities import Capabilities, GridAround, capabilities
 from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 

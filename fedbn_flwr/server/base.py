@@ -20,9 +20,9 @@ from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.messages.votes import arrays_problems, metric_problems, record_problems
 from fedbn_flwr.norms.roles import Role, roles, split
 
-from ._bounds import InfluenceBounds
-from ._hooks import Hooks, Json, Round
-from ._roster import Asked, Attendance, Roster, Screening
+from .bounds import InfluenceBounds
+from .hooks import Hooks, Json, Round
+from .roster import Asked, Attendance, Roster, Screening
 
 
 class BaseStrategy(Hooks):

@@ -1,7 +1,7 @@
 """The hooks of a strategy, for those who write one (docs/write-a-strategy.md).
 
 A rule may be around another one. Together they are a chain: the innermost rule chooses the clients, and the outermost
-one runs the round and calls the hooks of all (`_rule`) in this order:
+one runs the round and calls the hooks of all (`round`) in this order:
 
 - `begin` prepares a run.
 - `question` asks clients what they measure, and `config` has keys for the clients, those of the outermost rule first.
@@ -156,7 +156,7 @@ class Hooks(Strategy):
 
     traits: Traits = Traits()
     memory: Memory
-    # The guarantees (see `_composition`) that this rule breaks, each with the reason, and those it restores; `broken`
+    # The guarantees (see `composition`) that this rule breaks, each with the reason, and those it restores; `broken`
     # adds those that its hooks break. A rule that restores "statistics" makes them itself: a strategy of Flower inside
     # it receives neither statistics nor counters.
     breaks: Mapping[str, str] = {}

@@ -12,9 +12,9 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedbn_flwr.errors import SettingsError
 
-from ._composition import check_composition
-from ._foreign import as_rule
-from ._rule import Rule, evaluation_round
+from .composition import check_composition
+from .flower import as_rule
+from .round import Rule, evaluation_round
 
 # What a wrapper does not call of the rule inside, and the hooks that take its place.
 _INSTEAD = {
@@ -26,7 +26,7 @@ _INSTEAD = {
 class Wrapper(Rule):
     """A strategy around another one, which it extends.
 
-    Its hooks are called along with those of the strategies inside (`_hooks`). Evaluation and summary are those of the
+    Its hooks are called along with those of the strategies inside (`hooks`). Evaluation and summary are those of the
     wrapped strategy. `needs` are the guarantees that the strategies inside must give (`check_composition`), each with
     the second half of the error.
     """

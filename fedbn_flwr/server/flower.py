@@ -25,9 +25,9 @@ from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
 from fedbn_flwr.norms.roles import Role, of_roles, roles
 
-from ._base import BaseStrategy
-from ._hooks import Json, Round, mean_is_enough
-from ._rule import NOISED, Rule
+from .base import BaseStrategy
+from .hooks import Json, Round, mean_is_enough
+from .round import NOISED, Rule
 
 # Strategies whose result depends on the mean of the replies only.
 _MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)

@@ -27,10 +27,10 @@ from fedbn_flwr.messages.reply import Reply, with_content
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import NORM_STATE, Role
 
-from ._base import BaseStrategy
-from ._hooks import Hooks, Round
-from ._questions import ask
-from ._roster import Attendance
+from .base import BaseStrategy
+from .hooks import Hooks, Round
+from .questions import ask
+from .roster import Attendance
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 
 from fedbn_flwr.errors import SettingsError
 
-from ._base import BaseStrategy
-from ._hooks import Hooks
-from ._rule import Rule
+from .base import BaseStrategy
+from .hooks import Hooks
+from .round import Rule
 
 
 def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:

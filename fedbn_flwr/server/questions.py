@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.engines.base import wait_for_nodes
+from fedbn_flwr.engines.capabilities import wait_for_nodes
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.reply import partition_of
 
-from ._base import BaseStrategy
-from ._hooks import Question, Round
-from ._roster import Asked
+from .base import BaseStrategy
+from .hooks import Question, Round
+from .roster import Asked
 
 
 def connected(base: BaseStrategy, grid: Grid, needed: int = 0) -> list[int]:

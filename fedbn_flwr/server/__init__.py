@@ -1,0 +1,1 @@
+"""The server: the way of a round, the hooks of strategies, and what its innermost strategy adds."""
