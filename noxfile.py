@@ -1,6 +1,6 @@
 """One command per chore, `nox -s check` for instance; without a name, check and test.
 
-They run in the environment that nox is installed in (`uv pip install -e '.[dev]'`), also in the workflows: an
+They run in the environment that nox is installed in (`uv pip install -e . --group dev`), also in the workflows: an
 environment per chore would download PyTorch each time.
 """
 
@@ -35,7 +35,7 @@ def check(session: nox.Session) -> None:
     run(session, "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows)
     run(session, "check-jsonschema", "--builtin-schema", "vendor.citation-file-format", "CITATION.cff")
     run(session, "check-jsonschema", "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml")
-    run(session, "zizmor", "--offline", "--quiet", ".github/workflows")
+    run(session, "zizmor", "--offline", "--quiet", ".github")
 
 
 @nox.session(name="format")
