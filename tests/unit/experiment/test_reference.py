@@ -292,12 +292,17 @@ def test_table_3_of_fixbn_has_the_set_up_of_the_paper(experiments: Mapping[str, 
     assert sorted({run.train.lr for run in runs}, reverse=True) == expected["lr"]
     for run in runs:
         found = {
+            "rounds": run.rounds,
             "clients": run.clients,
             "share of clients": innermost(run).get("fraction_train", 1),
             "optimizer": run.train.optimizer,
             "lr": expected["lr"],
+            "lr falls at": list(run.train.schedule.milestones),
+            "weight decay": run.train.weight_decay,
+            "batch size": run.train.batch_size,
             "local epochs": run.train.epochs,
-            "freeze round": run.strategy.get("freeze_round", 0.5) * run.rounds,
+            "crop": run.data.crop,
+            "freeze round": run.strategy.get("freeze_round", 0.9) * run.rounds,
         }
         assert found == expected
 
@@ -353,12 +358,12 @@ def test_the_runs_of_fedtan_have_the_set_up_of_the_paper(experiments: Mapping[st
     for run in experiments["fedtan/table5"]:
         exact, (before, after) = run.strategy.get("fedtan_rounds", run.rounds), setup["MNIST"]["lr"]
         assert rates_of(run, exact) == pytest.approx([before] * exact + [after] * (run.rounds - exact))
-    for run in experiments["fedtan/table4"]:
-        if run.strategy["name"] == "FedTANII":
-            rates = rates_of(run, exact := round(run.strategy["fedtan_rounds"] * run.rounds))
-            assert [rates[number] for number in (exact - 1, exact, 6_000, 8_000)] == pytest.approx(
-                setup["FedTAN-II's lr"]
-            )
+    for name, after in (("table4", setup["FedTAN-II's lr"]), ("two-stage", setup["Figure 11"]["FedTAN-II's lr"])):
+        for run in experiments[f"fedtan/{name}"]:
+            if run.strategy["name"] == "FedTANII":
+                rates = rates_of(run, exact := round(run.strategy["fedtan_rounds"] * run.rounds))
+                assert rates[exact - 1] == setup["Table 1"]["lr"][0]
+                assert [rates[number] for number in (exact, 6_000, 8_000)] == pytest.approx(after)
     for name, table in (("fedtan/table1", "Table 1"), ("fedtan/table2", "Table 2"), ("fedtan/cifar100", "CIFAR-100")):
         expected = setup[table]
         for run in experiments[name]:
@@ -455,7 +460,8 @@ def test_the_runs_of_fedwon_have_the_set_up_of_the_paper(
         }
         assert found == setup["CIFAR-10"]
     assert {run.clients for run in experiments["fedwon/participation"]} == {50}
-    assert sorted({run.clients for run in experiments["fedwon/clients"]}) == setup["clients of Figure 4"]
+    assert sorted({run.clients for run in experiments["fedwon/clients"]}) == setup["Figure 4"]["clients"]
+    assert sorted(rows_of(experiments["fedwon/clients"])) == setup["Figure 4"]["strategies"]
     runs, expected = experiments["fedwon/clients-batch-size"], setup["Figure 5"]
     assert {run.clients for run in runs} == {expected["clients"]}
     assert {innermost(run)["fraction_train"] for run in runs} == {expected["share of clients"]}
@@ -463,6 +469,9 @@ def test_the_runs_of_fedwon_have_the_set_up_of_the_paper(
     assert sorted(rows_of(runs)) == expected["strategies"]
     for run in experiments["fedwon/statistics"]:
         assert run.clients == len(run.data.domains) == setup["Figure 2"]["clients"]
+        network = build_model(run.model.name, 10, "bn", input_shape=(3, 32, 32))
+        norms = sum(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in network.modules())
+        assert (run.model.name, norms) == (setup["Figure 2"]["model"], setup["Figure 2"]["batch norms"])
         assert run.evaluate.dynamics
 
 
