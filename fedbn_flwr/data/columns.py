@@ -58,13 +58,16 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
     is_table = not isinstance(splits["train"], Mapping)
     columns: Columns = {part: _columns(source, split) for part, split in splits.items()}
     inputs, label, domain, group = _chosen(source, columns, entry, is_table=is_table)
-    keys = {"label": label, "domain": (domain,), "group": (group,), "series": (source.series,), "time": (source.time,)}
+    apart = _held_out_by(source)
+    keys: dict[str, Sequence[str | None]] = {key: (column,) for key, column in apart.items()}
+    keys |= {"label": label, "domain": (domain,), "group": (group,), "series": (source.series,), "time": (source.time,)}
     uses = _uses(source, columns["train"], inputs, keys)
     if source.series is not None:
-        columns, inputs = _of_series(source, columns, inputs, [*label, *filter(None, (domain, group))])
+        columns, inputs = _of_series(source, columns, inputs, [*label, *filter(None, (domain, group)), *apart.values()])
     classes = _known(source, entry, columns, label, tuple(map(str, known)))
     domains = _groups(source, columns, "domain", domain, source.domains)
     groups = _groups(source, columns, "group", group, ())
+    held_out_by = next((_groups(source, columns, key, column, ()) for key, column in apart.items()), None)
     image, mask = _files(columns["train"], inputs, label[0])
     # Files are decoded when it is clear which are used: until then inputs are the numbers of rows, and masks zeros.
     numbers = {part: torch.arange(len(split)) for part, split in splits.items()}
@@ -89,6 +92,7 @@ def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequ
         names,
         domains,
         groups,
+        held_out_by,
         commit_of(splits["train"]) if is_table else None,
         task,
         features,
@@ -247,7 +251,7 @@ def _chosen(
         label = _only(source, columns, "label", "ClassLabel", (*source.inputs, domain or "domain"), is_table=is_table)
     inputs = source.inputs or named("inputs")
     if not inputs and not any(column.kind == "Image" for name, column in train.items() if name not in label):
-        taken = (*label, domain, group, source.series, source.time)
+        taken = (*label, domain, group, source.series, source.time, *_held_out_by(source).values())
         others = [name for name in train if name not in taken and not _INDEX.fullmatch(name)]
         inputs = tuple(name for name in others if name in source.categories or train[name].kind.startswith(_NUMBERS))
         for name in others:
@@ -263,6 +267,7 @@ def _chosen(
     used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
     more = [("domain", domain), ("series", source.series), ("time", source.time)]
     more += [("categories", column) for column in source.categories]
+    more += _held_out_by(source).items()
     for key, column in (*used, *more):
         if column is not None and column not in train:
             raise DataError(
@@ -274,6 +279,12 @@ def _chosen(
     if twice := [column for column in inputs if column in label]:
         raise DataError(f"{twice[0]!r} is in data.inputs and data.label; expected it in one")
     return inputs, label, domain, group
+
+
+def _held_out_by(source: Source) -> dict[str, str]:
+    """The key and the column of `data.test.by` or `data.test.time`."""
+    columns = {f"test.{key}": getattr(source.held_out, key, None) for key in ("by", "time")}
+    return {key: column for key, column in columns.items() if column is not None}
 
 
 def _of_series(source: Source, columns: Columns, inputs: Names, others: Sequence[str]) -> tuple[Columns, Names]:

@@ -24,6 +24,7 @@ from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATIO
 from . import Moments, Size
 from .examples import Examples, main_input
 from .moments import moments_from, sums_of
+from .source import HeldOut
 
 _MOST = 2**28  # bytes of an array that its checksum reads
 
@@ -121,6 +122,7 @@ class DataSet(DataForm):
     class_names: tuple[str, ...]  # or the names of labels, or of regression targets
     domains: Groups | None = None
     groups: Groups | None = None  # sites, patients, users: the clients of a natural partition
+    apart: Groups | None = None  # the values by which the test split is held out: data.test.by or data.test.time
     commit: str | None = None  # of the hub's repository that the examples are from
     task: Task = CLASSIFICATION
     input_names: tuple[str, ...] = ()  # of the features
@@ -205,6 +207,7 @@ class DataSet(DataForm):
             test=self.test if test is None else self.test.select(test),
             domains=self.domains and self.domains.select(train, test),
             groups=self.groups and self.groups.select(train, test),
+            apart=self.apart and self.apart.select(train, test),
         )
 
     def wanted(self) -> DataSet:
@@ -256,17 +259,51 @@ class DataSet(DataForm):
 
         return replace(self, train=scaled(self.train, groups.train), test=scaled(self.test, groups.test))
 
-    def held_out(self, share: float) -> DataSet:
-        """With this share of the examples as test split, in proportion of classes (or ranges), domains and groups.
+    def held_out(self, test: HeldOut) -> DataSet:
+        """With a test split drawn from the examples, in proportion of classes (or ranges), domains and groups.
 
-        The draw is fixed: it depends neither on the seed nor on the clients.
+        The draw depends on `test` alone: neither on the seed of the run nor on the clients.
         """
-        count = round(share * len(self.train))
-        if not 0 < count < len(self.train):
-            raise DataError(f"data.test is {share:g}, which is {count} of {len(self.train)} examples of {self.name!r}")
-        test = draw(count, [grouping.train for grouping in (self.strata(), *self.groupings)], "held-out test examples")
-        train = torch.from_numpy(np.setdiff1d(np.arange(len(self.train)), test.numpy()))
-        return self.select(train, test)
+        is_test = self._is_late(test) if test.time is not None else self._is_drawn(test)
+        return replace(self.select(~is_test, is_test), apart=None)
+
+    def _is_drawn(self, test: HeldOut) -> Tensor:
+        """Which examples are drawn, all or none of those that have the same value of `data.test.by`."""
+        units = np.arange(len(self.train)) if self.apart is None else self.apart.train.numpy()
+        _, first, unit = np.unique(units, return_index=True, return_inverse=True)
+        # A patient counts where the first of its examples does.
+        columns = [grouping.train.cpu()[first] for grouping in (self.strata(), *self.groupings)]
+        if self.apart is not None:  # the patients may be the groups
+            columns = [column for column in columns if len(column.unique()) < len(first)] or [torch.zeros(len(first))]
+        purpose, number, total = "held-out test examples", int(test.split or 0), len(first)
+        what = f"{total} {'examples' if self.apart is None else f'values of data.test.by={test.by!r}'} of {self.name!r}"
+        if test.folds is not None:
+            if test.folds > total:
+                raise DataError(f"data.test.folds is {test.folds}, more than the {what}")
+            drawn = deal(columns, purpose, number // test.folds) % test.folds == number % test.folds
+            return drawn[unit]
+        assert test.share is not None
+        count = round(test.share * total)
+        if not 0 < count < total:
+            raise DataError(f"data.test is {test.share:g}, which is {count} of {what}")
+        return torch.from_numpy(np.isin(unit, draw(count, columns, purpose, number).numpy()))
+
+    def _is_late(self, test: HeldOut) -> Tensor:
+        """Which examples are of the last times; as many times as give the share best."""
+        assert self.apart is not None
+        assert test.share is not None
+        times = self.apart.names
+        if wrong := [time for time in times if not re.match(r"-?\d*\.?\d+(e[+-]?\d+)?$|\d{4}-\d", time)]:
+            raise DataError(
+                f"data.test.time={test.time!r}: {self.name!r} has the time {wrong[0]!r}; expected numbers, or dates "
+                "that begin with the year, such as 2024-03-31"
+            )
+        counts = self.apart.train.bincount(minlength=len(times))
+        late = counts.flip(0).cumsum(0)[:-1]  # examples of the last time, the last two, ...
+        if not len(late):
+            raise DataError(f"data.test.time={test.time!r}: all examples of {self.name!r} are of the time {times[0]!r}")
+        number = 1 + int((late - test.share * len(self.train)).abs().argmin())
+        return self.apart.train >= len(times) - number
 
     def to(self, device: torch.device, most: float = math.inf) -> DataSet:
         """On a device, as a whole if it has at most `most` bytes, or else batch by batch."""
@@ -298,16 +335,28 @@ def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> 
     return dataset.select(*rows)
 
 
-def draw(count: int, columns: Sequence[Tensor], purpose: str = "fewer images") -> Tensor:
-    """`count` rows, ascending, in proportion to each combination of the columns' values, by largest remainders."""
+def _combinations(columns: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """The number of each row's combination of values, and how many rows have each."""
     values = np.stack([column.cpu().numpy() for column in columns])
     _, group, sizes = np.unique(values, axis=1, return_inverse=True, return_counts=True)
-    group = group.reshape(-1)
+    return group.reshape(-1), sizes
+
+
+def deal(columns: Sequence[Tensor], purpose: str, number: int) -> Tensor:
+    """A place for each row, in a random order of the rows of each combination of the columns' values."""
+    group, _ = _combinations(columns)
+    order = np.random.default_rng(seeding.seed_for(number, f"{purpose}, folds")).permutation(len(group))
+    return torch.from_numpy(order[np.argsort(group[order], kind="stable")]).argsort()
+
+
+def draw(count: int, columns: Sequence[Tensor], purpose: str = "fewer images", number: int = 0) -> Tensor:
+    """`count` rows, ascending, in proportion to each combination of the columns' values, by largest remainders."""
+    group, sizes = _combinations(columns)
     counts, remainders = np.divmod(sizes * count, len(group))
     # Without this, the first classes would always win among equal remainders.
-    tie = np.random.default_rng(seeding.seed_for(0, f"{purpose}, remainders")).permutation(len(sizes))
+    tie = np.random.default_rng(seeding.seed_for(number, f"{purpose}, remainders")).permutation(len(sizes))
     counts[np.lexsort((tie, -remainders))[: count - counts.sum()]] += 1
-    order = np.random.default_rng(seeding.seed_for(0, purpose)).permutation(len(group))
+    order = np.random.default_rng(seeding.seed_for(number, purpose)).permutation(len(group))
     shuffled = group[order]
     kept = [order[shuffled == number][:some] for number, some in enumerate(counts)]
     return torch.from_numpy(np.sort(np.concatenate(kept)))

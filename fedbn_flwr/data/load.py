@@ -69,7 +69,7 @@ def _read(source: Source) -> DataSet:
     given = _returned(source, parts) if is_own else EMBEDDED[source.name]()
     if isinstance(given["train"], Mapping):
         for key in ("train", "test", "fit"):
-            if (value := getattr(source, key)) not in (None, "stretch", source.held_out):
+            if (value := getattr(source, key)) not in (None, "stretch") and not (key == "test" and source.held_out):
                 raise DataError(
                     f"data.{key} is {value!r}, which is for files, but the examples of {source.name!r} are arrays in "
                     "memory; leave it out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag, model_validator
 
 from fedbn_flwr.named import is_name
 from fedbn_flwr.schema import Names, Positive, Section, expects, setting
@@ -32,9 +32,57 @@ Columns = Annotated[
 ]
 
 
+class HeldOut(Section):
+    """A test split that is drawn from the examples."""
+
+    share: float | None = setting(None, "the share of the examples, or of the values of `by`", gt=0, lt=1)
+    by: str | None = setting(
+        None,
+        "a column, such as the patient: all examples with the same value are on one side, for training or for testing",
+    )
+    time: str | None = setting(
+        None, "a column of numbers or dates: the last examples are the test split, with equal times on one side"
+    )
+    split: Annotated[Annotated[int, Field(ge=0)] | Literal["seed"] | None, expects("a number, or seed")] = setting(
+        None, "which random draw: a number (0 by default), or `seed`, so that each seed has a test split of its own"
+    )
+    folds: int | None = setting(
+        None,
+        "instead of a share: cross-validation, in which each seed has one of this many folds as its test split; seeds "
+        "0, 1, ... if you give none, and more seeds shuffle the examples again",
+        ge=2,
+        le=1_000,
+    )
+
+    def problems(self) -> Iterator[str]:
+        if (self.share is None) == (self.folds is None):
+            yield "expected either share, such as 0.2, or folds, such as 5"
+        for key in ("by", "split", "folds") if self.time is not None else ():
+            if (value := getattr(self, key)) is not None:
+                yield f"time is {self.time!r}, which holds out the last share; leave {key}={value!r} out"
+
+    @property
+    def is_drawn_per_seed(self) -> bool:
+        return self.split == "seed" or (self.folds is not None and self.split is None)
+
+    def of_seed(self, seed: int) -> HeldOut:
+        return self.model_copy(update={"split": seed}) if self.is_drawn_per_seed else self
+
+    @property
+    def test_to_train(self) -> float:
+        """The number of test examples for each training example."""
+        share = self.share or 1 / (self.folds or 2)
+        return share / (1 - share)
+
+
 Split = Annotated[
-    str | Annotated[float, Field(gt=0, lt=1)],
-    expects("the name of a split, or a share between 0 and 1 to hold out"),
+    Annotated[HeldOut, Tag("<share>")]
+    | Annotated[
+        str | Annotated[float, Field(gt=0, lt=1)],
+        expects("the name of a split, a share between 0 and 1 to hold out, or {share: 0.2, by: patient}"),
+        Tag("<value>"),
+    ],
+    Discriminator(lambda test: "<share>" if isinstance(test, Mapping | HeldOut) else "<value>"),
 ]
 Categories = Annotated[
     Mapping[str, Annotated[tuple[Annotated[str, BeforeValidator(str)], ...], Field(strict=False, min_length=1)]],
@@ -95,7 +143,9 @@ class Source(Section):
         None,
         "name of the test split; in a folder, the prefix of its files (`val*` if there is no `test*`); or a "
         "share of the examples to hold out, such as 0.2: the same for all seeds, in proportion to classes, "
-        "domains and groups",
+        "domains and groups; or a mapping that keeps patients together (`{share: 0.2, by: patient}`), tests on the "
+        "last examples (`{share: 0.2, time: date}`), or draws a split per seed (`{share: 0.2, split: seed}`, "
+        "`{folds: 5}`), see [Data](data.md#the-test-split)",
     )
     categories: Categories = setting(
         {}, "the values of text columns, `{sex: [f, m]}`: each value becomes an input of 0 or 1"
@@ -168,6 +218,17 @@ class Source(Section):
         return (self.size, self.size) if isinstance(self.size, int) else self.size
 
     @property
-    def held_out(self) -> float | None:
-        """The share of the examples that are the test split; None if the data have one."""
-        return None if self.test is None or isinstance(self.test, str) else self.test
+    def held_out(self) -> HeldOut | None:
+        """How the test split is drawn from the examples; None if the data have one."""
+        return (
+            HeldOut(share=self.test)
+            if isinstance(self.test, float)
+            else self.test
+            if isinstance(self.test, HeldOut)
+            else None
+        )
+
+    def of_seed(self, seed: int) -> Self:
+        """With the test split that this seed draws, if each seed draws its own."""
+        test = self.held_out
+        return self.model_copy(update={"test": test.of_seed(seed)}) if test and test.is_drawn_per_seed else self

@@ -112,13 +112,13 @@ class ClientParts(RunParts):
         if "domain" in node:
             changes["domains"] = (str(node["domain"]),)
         if changes:  # the client trains on all of the site's data
-            data = run.data.model_copy(update={**changes, "partition": KINDS["iid"]()})
+            data = run.source.model_copy(update={**changes, "partition": KINDS["iid"]()})
             run = run.model_copy(update={"data": data})
         return cls(run, checked_client_number(context, run.clients), bool(changes), listed, least)
 
     @property
     def dataset(self) -> DataSet:
-        return load_data(self.run.data, str(self.device))
+        return load_data(self.run.source, str(self.device))
 
     @functools.cached_property
     def part(self) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ class ClientParts(RunParts):
         if self.has_own_data:
             check_labels(self.run, self.dataset)
             return torch.arange(len(self.dataset.train)), torch.arange(len(self.dataset.test))
-        train, test = shares_of(self.run.data, self.run.clients, self.run.seed, str(self.device))
+        train, test = shares_of(self.run.source, self.run.clients, self.run.seed, str(self.device))
         return train[self.number], test[self.number]
 
     @functools.cached_property

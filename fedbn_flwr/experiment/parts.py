@@ -65,7 +65,7 @@ class Parts(RunParts):
     @cached_property
     def dataset(self) -> DataSet | None:
         """None: the server has no data."""
-        return load_data(self.run.data, str(self.device)) if self.run.evaluate.server else None
+        return load_data(self.run.source, str(self.device)) if self.run.evaluate.server else None
 
     @property
     def shape(self) -> DataSet | Shape:
@@ -74,7 +74,7 @@ class Parts(RunParts):
     @cached_property
     def partition(self) -> list[Tensor]:
         """Indices of each client's training examples."""
-        return shares_of(self.run.data, self.run.clients, self.run.seed, str(self.device))[0]
+        return shares_of(self.run.source, self.run.clients, self.run.seed, str(self.device))[0]
 
     @cached_property
     def held_out(self) -> Tensor:

@@ -67,9 +67,9 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     """The numbers of examples of each different partition of the runs, with the first seed that uses it."""
     users: dict[tuple[str, Options, int], Settings] = {}
     for run in experiment.runs:
-        users.setdefault((examples_of(run.data), run.data.partition, run.clients), run)
+        users.setdefault((examples_of(run.source), run.data.partition, run.clients), run)
     return [
-        counts_of(run, load_data(run.data, "cpu"), shares_of(run.data, run.clients, run.seed, "cpu")[0])
+        counts_of(run, load_data(run.source, "cpu"), shares_of(run.source, run.clients, run.seed, "cpu")[0])
         for run in users.values()
     ]
 

@@ -464,6 +464,11 @@ class Settings(Section):
     size: str = PAPER
 
     @property
+    def source(self) -> Data:
+        """The data of the run, with the test split that its seed draws."""
+        return self.data.of_seed(self.seed)
+
+    @property
     def training_clients(self) -> int:
         """How many clients may train: all but those that are held out as newcomers."""
         return self.clients - len(self.evaluate.unseen.clients)

@@ -136,7 +136,10 @@ def _for_each_seed(settings: Draft) -> list[Settings]:
     seeds = settings.pop("seeds", None)
     if seeds is not None and not (isinstance(seeds, list) and seeds and {*map(type, seeds)} == {int}):
         raise SettingsError(f"seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
-    return [check_settings({**settings, "seed": seed}) for seed in seeds or [settings.get("seed", 0)]]
+    if seeds is None and settings.get("seed") is None:
+        test = check_settings({**settings, "seed": 0}).data.held_out
+        seeds = range(test.folds) if test and test.folds and test.split is None else [0]
+    return [check_settings({**settings, "seed": seed}) for seed in seeds or [settings["seed"]]]
 
 
 def _planned(row: _Row, size: str, changes: Tree) -> Iterator[tuple[Cell, list[Layer]]]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedbn_flwr.data.partitions import KINDS, OwnOptions
+from fedbn_flwr.data.source import HeldOut
 from fedbn_flwr.errors import SettingsError, UserError, did_you_mean, few
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.trees import Tree
@@ -52,9 +53,9 @@ _EXPECTED = {
 
 
 def _explain(details: ErrorDetails) -> str:
-    # Pydantic adds the kind of a partition to the path; in the file it isn't part of the key.
+    # Pydantic adds the kind of a partition, and the form of a value (`<share>`), to the path; they aren't in the file.
     parts = [str(part) for part in details["loc"]]
-    key = ".".join(part for i, part in enumerate(parts) if not (i and parts[i - 1] == "partition"))
+    key = ".".join(part for i, part in enumerate(parts) if not (part[0] == "<" or (i and parts[i - 1] == "partition")))
     found, kind, value = details["input"], details["type"], shorten(repr(details["input"]), 200)
     if kind == "extra_forbidden":
         elsewhere = [f"{name}.{parts[-1]}" for name in Settings.model_fields if parts[-1] in _section([name])]
@@ -73,12 +74,15 @@ def _explain(details: ErrorDetails) -> str:
     return f"{key} is {value}: expected {expected or details['msg'].removeprefix('Input should be ')}"
 
 
+_FORMS: dict[str, type[BaseModel]] = {**KINDS, OWN: OwnOptions, "<share>": HeldOut}  # of values, by their tags
+
+
 def _section(path: Sequence[str]) -> list[str]:
     """The known keys of the section at `path`."""
     model: type[BaseModel] = Settings
     for part in path:
-        if part in (OWN, *KINDS):
-            model = KINDS.get(part, OwnOptions)
+        if part in _FORMS:
+            model = _FORMS[part]
         elif part in model.model_fields:
             annotation = model.model_fields[part].annotation
             model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else model

@@ -122,10 +122,12 @@ def run_experiment(
         progress.status("loading data")
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
         checksums = {
-            examples_of(item.run.data): item.dataset.checksum for item in prepared.values() if item.dataset is not None
+            examples_of(item.run.source): item.dataset.checksum
+            for item in prepared.values()
+            if item.dataset is not None
         }
         for run, folder in zip(experiment.runs, folders, strict=True):  # finished runs too: a report averages all
-            folder.check_data(checksums.get(examples_of(run.data)))
+            folder.check_data(checksums.get(examples_of(run.source)))
         progress.message(f"run folders: {from_here(out)}")
 
         def run_at(place: int, listener: Reporter, ends: float) -> None:

@@ -102,7 +102,7 @@ class Sent(ClientMaker):
         return [name.partition(":")[0] for name in names if not name.startswith("__main__:")]
 
     def send_data(self, parts: Parts) -> None:
-        data, dataset = parts.run.data, parts.dataset
+        data, dataset = parts.run.source, parts.dataset
         if dataset is None or dataset.nbytes > data.memory * 2**30:  # too large: each machine reads its files
             return
         if (examples := examples_of(data)) not in self.sent:

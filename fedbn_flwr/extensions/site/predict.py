@@ -84,7 +84,7 @@ def _data(folder: RunFolder, run: Settings, task: Task, path: Path) -> tuple[Dat
     changes = {"test": None, "domain": None, "group": None, "class_names": names}
     if run.data.missing == "drop":  # every row gets a prediction
         changes["missing"] = None
-    source = parts.run.data.model_copy(update=changes)
+    source = parts.run.source.model_copy(update=changes)
     blank = (names or ("0",))[0] if task.form == "classes" else 0.0
     rows, has_labels = open_rows(path, source.label, blank)
     dataset = read(source, {"train": rows})

@@ -7,8 +7,12 @@ import io
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from pydantic import ValidationError
+
+from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import UserError, did_you_mean
 from fedbn_flwr.tasks import is_lower_better, title_of
 from fedbn_flwr.trees import Draft, Json
@@ -102,15 +106,19 @@ class Paired:
     p: float = math.nan
 
 
-def paired(values: Mapping[int, float], base: Mapping[int, float]) -> Paired:
-    """`values` minus `base`, both by seed. Too few pairs, and differences that are all equal, have no p value."""
+def paired(values: Mapping[int, float], base: Mapping[int, float], test_to_train: float = 0.0) -> Paired:
+    """`values` minus `base`, both by seed. Too few pairs, and differences that are all equal, have no p value.
+
+    If each seed draws its own test split, training sets overlap, so the differences aren't independent: Nadeau and
+    Bengio (2003, doi 10.1023/A:1024068626366) multiply their variance by 1/n + n_test/n_train instead of 1/n.
+    """
     found = [value - base[seed] for seed, value in values.items() if seed in base]
     count = len(found)
     if not found or not all(map(math.isfinite, found)):
         return Paired(count)
     if count < FEWEST or math.isclose(min(found), max(found), abs_tol=1e-12):  # equal but for rounding
         return Paired(count, mean(found))
-    error = statistics.stdev(found) / math.sqrt(count)
+    error = statistics.stdev(found) * math.sqrt(1 / count + test_to_train)
     from scipy.special import stdtr, stdtrit  # distribution of t, and its inverse
 
     width = float(stdtrit(count - 1, 0.975)) * error
@@ -133,7 +141,25 @@ def against(rows: Sequence[Row], form: ReportForm) -> dict[str, Paired]:
             f"{did_you_mean(form.baseline, [row.label for row in alike] or labels)}"
         )
     key = columns(rows, form)[0].key
-    return {label: paired(row.by_seed(key), base.by_seed(key)) for label, row in labels.items() if row is not base}
+    values = base.by_seed(key)
+    return {
+        label: paired(row.by_seed(key), values, max(map(test_to_train, (row, base))))
+        for label, row in labels.items()
+        if row is not base
+    }
+
+
+def test_to_train(row: Row) -> float:
+    """The test examples for each training example, if each seed draws its own test split; otherwise 0."""
+    test = held_out(row)
+    return test.test_to_train if test is not None and test.is_drawn_per_seed else 0.0
+
+
+def held_out(row: Row) -> HeldOut | None:
+    """How the row's test split is held out; None if the data have one."""
+    with suppress(ValidationError):  # a file that somebody changed
+        return Source(test=(row.first.config.get("data") or {}).get("test")).held_out
+    return None
 
 
 def _of_pairs(found: Paired | None, measure: Measure, digits: int) -> list[str]:
@@ -352,7 +378,17 @@ def notes(rows: Sequence[Row]) -> list[str]:
             )
     if any((run.config.get("data") or {}).get("random") for run in runs):
         found.append("Random examples; metrics mean nothing.")
+    splits = [test for row in rows if len({run.summary.seed for run in row.runs}) > 1 and (test := held_out(row))]
+    if any(test.is_drawn_per_seed for test in splits):
+        found.append("Each seed has its own test split; intervals and p values are corrected for their overlap.")
+    elif splits and not any(test.time for test in splits):
+        found.append(
+            "All seeds have the same test split: intervals and p values cover the seeds, not the split. Set "
+            "data.test: {share: 0.2, split: seed} or {folds: 5} to vary it too."
+        )
     for row in rows:
+        if (test := held_out(row)) is not None and test.is_drawn_per_seed:
+            continue
         if len(sums := sorted({run.data_checksum for run in row.runs if run.data_checksum})) > 1:
             found.append(f"{row.label}: its runs have the same settings and different examples ({', '.join(sums)}).")
     return found

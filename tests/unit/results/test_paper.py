@@ -69,6 +69,50 @@ def test_the_paired_test_is_student_s() -> None:
         assert [found.p, found.low, found.high] == pytest.approx([expected.pvalue, interval.low, interval.high])
 
 
+def test_splits_of_their_own_are_corrected_for_the_overlap_of_their_training_sets(tmp_path: Path) -> None:
+    """Nadeau and Bengio: t = mean / sqrt((1/n + n_test/n_train) variance), with n - 1 degrees of freedom."""
+    one, two = np.array([0.81, 0.84, 0.80, 0.88, 0.83]), np.array([0.79, 0.80, 0.81, 0.82, 0.80])
+    difference = one - two
+    expected = {}
+    for key, ratio in (
+        ("share", 0.2 / 0.8),
+        ("folds", 48 / (240 - 48)),
+        ("fixed", 0.0),
+        ("plain", 0.0),
+        ("named", 0.0),
+    ):
+        error = np.sqrt((1 / 5 + ratio) * np.sum((difference - difference.mean()) ** 2) / 4)
+        width = stats.t.ppf(0.975, 4) * error
+        p = 2 * stats.t.sf(difference.mean() / error, 4)
+        expected[key] = [difference.mean(), difference.mean() - width, difference.mean() + width, p]
+    assert expected["plain"][-1] == pytest.approx(stats.ttest_rel(one, two).pvalue)
+    assert expected["folds"][-1] > 1.5 * expected["plain"][-1]
+    tests = {
+        "share": {"share": 0.2, "split": "seed"},
+        "folds": {"folds": 5},
+        "fixed": {"share": 0.2, "by": "patient"},
+        "plain": 0.2,
+        "named": "test",
+    }
+    said = {
+        "share": "own test split",
+        "folds": "own test split",
+        "fixed": "the seeds, not the",
+        "plain": "the seeds, not the",
+    }
+    for key, test in tests.items():
+        for label, values in (("A", one), ("B", two)):
+            for seed, accuracy in enumerate(values.tolist()):
+                config = {"data": {"name": "x", "test": test}}
+                write_run(tmp_path / key / f"{label}{seed}", label, seed, accuracy=accuracy, config=config)
+        write_report([tmp_path / key], tmp_path / "out", ReportForm(baseline="B"))
+        frame = pd.read_csv(tmp_path / "out" / "report.csv", index_col="run")
+        found = frame.loc["A", ["difference", "low", "high", "p"]].tolist()
+        assert found == pytest.approx(expected[key], rel=1e-12)
+        sentences = re.findall("own test split|the seeds, not the", (tmp_path / "out" / "report.md").read_text())
+        assert sentences == ([said[key]] if key in said else [])
+
+
 @pytest.mark.parametrize("values", [{0: 0.5}, {0: 0.5, 1: 0.6}, {7: 0.5}, {0: math.inf, 1: 0.5}])
 def test_without_a_spread_there_is_no_p_value(values: dict[int, float]) -> None:
     found = paired(values, {0: 0.4, 1: 0.5})
