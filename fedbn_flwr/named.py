@@ -18,8 +18,9 @@ import operator
 import os
 import pickle
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -57,8 +58,26 @@ def load(key: str, name: str) -> Make:
     is_wrong = not module or not all(map(str.isidentifier, path.split(".")))
     if arguments is None or (is_wrong and plain not in _given):
         raise SettingsError(f"{key}={name!r}: expected module:callable, for instance my_parts:{key.rpartition('.')[2]}")
+    if (allowed := _allowed.get()) is not None and not {name, plain} & {*allowed}:
+        raise SettingsError(
+            f"{key}={name!r} is code that the run folder names, and its author chose it; if you trust it, "
+            f"allow it: --allow {plain}, in Python Result.read(folder, allow={plain!r})"
+        )
     found = _given.get(plain) or _imported(key, plain, module, path)
     return functools.partial(found, **arguments) if arguments else found
+
+
+_allowed: ContextVar[Collection[str] | None] = ContextVar("allowed", default=None)  # None: all names
+
+
+@contextmanager
+def only(allowed: Collection[str]) -> Iterator[None]:
+    """Inside, `load` loads nothing but these names: for the content of a folder that someone else may have written."""
+    before = _allowed.set(allowed)
+    try:
+        yield
+    finally:
+        _allowed.reset(before)
 
 
 def _imported(key: str, name: str, module: str, path: str) -> Make:

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
 from fedbn_flwr.errors import OutOfTime, SettingsError, UserError, options_as
-from fedbn_flwr.named import name_for
+from fedbn_flwr.named import name_for, names_in
 from fedbn_flwr.results.folder import out_folder
 from fedbn_flwr.results.result import Result, Results
 from fedbn_flwr.results.text import shorten
@@ -194,7 +194,9 @@ def _carry_out(
             print(f"stopped; resume with out={str(folder)!r}, resume=True", file=sys.stderr, flush=True)
             raise
     try:
-        return Results([Result.read(run_folder.path) for run_folder in run_folders(planned, folder)])
+        runs = zip(planned.runs, run_folders(planned, folder), strict=True)
+        # The caller's own code, by names that came from the caller, not from the folder.
+        return Results([Result.read(at.path, allow=names_in(run.model_dump(mode="json"))) for run, at in runs])
     except UserError:
         check_failures(outcome.failures)  # runs that wrote nothing
         raise

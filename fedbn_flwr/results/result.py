@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedbn_flwr import named
 from fedbn_flwr.errors import UserError, did_you_mean, few, needs
 from fedbn_flwr.tasks import title_of
 from fedbn_flwr.trees import Json
@@ -33,9 +34,13 @@ class Result(Run):
     """
 
     @classmethod
-    def read(cls, folder: str | Path) -> Result:
-        """The run in a folder, or in the only run folder below it."""
-        found = Results.read(folder)
+    def read(cls, folder: str | Path, *, allow: str | Collection[str] = ()) -> Result:
+        """The run in a folder, or in the only run folder below it.
+
+        The folder's author chose what its model calls, so it may call only this library and what you `allow`, such as
+        `"own:net"`.
+        """
+        found = Results.read(folder, allow=allow)
         if len(found) > 1:
             raise UserError(
                 f"{str(folder)!r} holds {len(found)} runs: {few((run.folder.name for run in found), 5)}; give the "
@@ -71,9 +76,10 @@ class Result(Run):
         """
         from .read.trained import global_model, personal_model, site_model
 
-        if state is not None:
-            return site_model(self.files, Path(state), client).network
-        return global_model(self.files, file) if client is None else personal_model(self.files, client)
+        with named.only(self.allowed):
+            if state is not None:
+                return site_model(self.files, Path(state), client).network
+            return global_model(self.files, file) if client is None else personal_model(self.files, client).network
 
     def normalise(self) -> Callable[[Value], Value]:
         """The normalisation of the model's inputs: a function of inputs with pixel values from 0 to 1."""
@@ -99,10 +105,13 @@ class Results(tuple[Result, ...]):
     """Several runs in the order of their experiment, for instance `Results([run("quick"), run("quick", seed=1)])`."""
 
     @classmethod
-    def read(cls, *folders: str | Path) -> Results:
-        """The runs in the folders and their subfolders."""
-        found = find_runs([Path(folder).expanduser() for folder in folders])
-        return cls(Result(run.folder, run.summary, run.lines) for run in found)
+    def read(cls, *folders: str | Path, allow: str | Collection[str] = ()) -> Results:
+        """The runs in the folders and their subfolders; `allow` as for `Result.read`."""
+        found, names = (
+            find_runs([Path(folder).expanduser() for folder in folders]),
+            (allow,) if isinstance(allow, str) else allow,
+        )
+        return cls(Result(run.folder, run.summary, run.lines, names) for run in found)
 
     def find(self, name: str) -> Result:
         """The run of this label, or in a folder of this name."""

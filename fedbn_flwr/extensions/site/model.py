@@ -1,9 +1,10 @@
-"""`fedbn model` and `fedbn predict`: a site's model after a run, and its predictions on the site's data."""
+"""`fedbn model` and `fedbn predict`: a client's model after a run, and predictions with it or with the global model."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,13 +27,16 @@ def add_model(commands: Commands) -> None:
         commands,
         "model",
         write,
-        summary="write a site's own model, from the run's model and the site's state",
+        summary="write a client's own model, from the run's model and the client's state",
         description=(
-            f"Combine a run's global model with the arrays that a site keeps, such as FedBN's batch norms. {_RUN}"
+            f"Combine a run's global model with the arrays that a client keeps, such as FedBN's batch norms. {_RUN}"
         ),
-        epilog="Example: fedbn model heart --state /srv/fedbn-state --out model-site.safetensors",
+        epilog=(
+            "Examples: fedbn model heart --state /srv/fedbn-state --out model-site.safetensors; after a run on this "
+            "machine: fedbn model runs/mine/FedBN --client 0 --out model-0.safetensors"
+        ),
     )
-    _add_run(parser, state_is_needed=True)
+    _add_run(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the model, in safetensors format")
 
 
@@ -41,11 +45,11 @@ def add_predict(commands: Commands) -> None:
         commands,
         "predict",
         predict,
-        summary="predict with a run's model or a site's",
-        description=f"Predict with a run's global model or, with --state, with a site's model. {_RUN}",
+        summary="predict with a run's model or a client's",
+        description=f"Predict with a run's global model or, with --client or --state, with a client's model. {_RUN}",
         epilog="Example: fedbn predict heart --state /srv/fedbn-state --data new.csv --out predictions.csv",
     )
-    _add_run(parser, state_is_needed=False)
+    _add_run(parser)
     parser.add_argument(
         "--data",
         type=Path,
@@ -56,18 +60,35 @@ def add_predict(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the predictions, a CSV file")
 
 
-def _add_run(parser: argparse.ArgumentParser, *, state_is_needed: bool) -> None:
+def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of the run")
+    parser.add_argument("--state", type=Path, metavar="DIR", help="the state folder of the site's node")
     parser.add_argument(
-        "--state", type=Path, metavar="DIR", required=state_is_needed, help="the state folder of the site's node"
+        "--client",
+        type=int,
+        metavar="N",
+        help="the number of the client whose model this is; needed with --state if that has the states of several",
     )
     parser.add_argument(
-        "--client", type=int, metavar="N", help="the number of the client, if the folder has the states of several"
+        "--allow",
+        action="append",
+        default=[],
+        metavar="MODULE:NAME",
+        help="code of your own that the run's model calls; without it only this library's networks are built",
     )
 
 
 def write(arguments: argparse.Namespace) -> None:
-    _, model = _model(arguments)
+    from fedbn_flwr import named
+    from fedbn_flwr.errors import SettingsError
+
+    if arguments.client is None and arguments.state is None:
+        raise SettingsError(
+            "whose model? Give --client N for one of a run on this machine, or --state DIR at a site; "
+            "model.safetensors in the run's folder is the global model"
+        )
+    with named.only(arguments.allow):
+        _, model = _model(arguments)
     with loading():
         from safetensors.torch import save
 
@@ -79,12 +100,14 @@ def write(arguments: argparse.Namespace) -> None:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    folder, model = _model(arguments)
+    from fedbn_flwr import named
     from fedbn_flwr.storage import replacing
 
-    from .predict import predictions
+    with named.only(arguments.allow):  # someone else may have written the run's folder
+        folder, model = _model(arguments)
+        from .predict import predictions
 
-    found = predictions(folder, model, arguments.data)
+        found = predictions(folder, model, arguments.data)
     with replacing(arguments.out, mode=0o600) as file, file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([found.columns, *found.rows])
     print("\n".join([*found.said, f"predictions: {arguments.out}"]))
@@ -93,14 +116,24 @@ def predict(arguments: argparse.Namespace) -> None:
 def _model(arguments: argparse.Namespace) -> tuple[RunFolder, nn.Module]:
     """Load the model that the options ask for, and print which one it is."""
     with loading():
-        from fedbn_flwr.results.read.trained import site_model
+        from fedbn_flwr.results.read.trained import personal_model, site_model
         from fedbn_flwr.results.result import Result
 
-    result = Result.read(arguments.run)
-    if arguments.state is None:
+    result = Result.read(arguments.run, allow=arguments.allow)
+    if arguments.state is None and arguments.client is None:
+        model = result.model()
         print(f"the global model of {result.label}")
-        return result.files, result.model()
-    found = site_model(result.files, arguments.state, arguments.client)
+        if result.summary.personal:
+            print(
+                f"warning: with {result.label} each client has a model of its own, and the global model may predict "
+                "badly; give --client N for a client's model, or --state DIR at a site",
+                file=sys.stderr,
+            )
+        return result.files, model
+    if arguments.state is None:
+        found = personal_model(result.files, arguments.client)
+    else:
+        found = site_model(result.files, arguments.state, arguments.client)
     print(
         f"the model of client {found.client}: {result.label} after round {found.round}, and {found.own} arrays of "
         f"its own, of round {found.state_round}"

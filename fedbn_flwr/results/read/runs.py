@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ class Run:
     folder: Path
     summary: Summary  # the content of summary.json, for instance `summary.accuracy`; `summary.to_json()` is a dict
     lines: list[Json]  # of history.jsonl
+    allowed: Collection[str] = ()  # the names `module:callable` that its model may call
 
     @property
     def label(self) -> str:

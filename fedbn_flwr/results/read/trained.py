@@ -16,7 +16,7 @@ from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Inputs, Value
 from fedbn_flwr.client.evaluation import InUnits
 from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, latest_state
-from fedbn_flwr.client.rule import ClientRule, LocalRound, in_order
+from fedbn_flwr.client.rule import BY_KEY, ClientRule, LocalRound, in_order, rule_of
 from fedbn_flwr.data.batches import Standardiser
 from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.errors import UserError
@@ -25,7 +25,7 @@ from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.trees import Draft, Json
+from fedbn_flwr.trees import Draft
 
 from ..folder import RunFolder, file_of
 from ..folder.files import damaged
@@ -38,7 +38,7 @@ def global_model(folder: RunFolder, file: str) -> nn.Module:
             f"{str(folder.path)!r} has no global model; each client has its own, for instance model(client=0)"
         )
     arrays, _ = _read(folder, file)
-    return _build(description, arrays, folder.path / file)
+    return _build(folder, arrays, folder.path / file)
 
 
 def _read(folder: RunFolder, file: str) -> tuple[dict[str, Tensor], int]:
@@ -58,9 +58,7 @@ def _read(folder: RunFolder, file: str) -> tuple[dict[str, Tensor], int]:
 
 
 @dataclass(frozen=True)
-class SiteModel:
-    """The personal model of a client whose node stores its state."""
-
+class PersonalModel:
     client: int
     round: int  # of the global arrays
     state_round: int  # of the client's own arrays: the last round up to `round` in which it trained
@@ -68,18 +66,15 @@ class SiteModel:
     network: nn.Module
 
 
-def site_model(folder: RunFolder, state: Path, client: int | None = None) -> SiteModel:
+def site_model(folder: RunFolder, state: Path, client: int | None = None) -> PersonalModel:
     """The model of a site: the server's arrays, and those in the site's state folder."""
     arrays, server_round = _read(folder, "model.safetensors")
     number, state_round, records = latest_state(state.expanduser(), folder.token(), server_round, client)
-    arrays |= _sent_to(folder, number, server_round)
-    network = _personal(folder.model_description(), arrays, records, number, folder.path / "model.safetensors")
-    return SiteModel(number, server_round, state_round, sum(map(len, arrays_in(records).values())), network)
+    return _personal(folder, arrays, records, number, (server_round, state_round), folder.path / "model.safetensors")
 
 
-def personal_model(folder: RunFolder, client: int) -> nn.Module:
+def personal_model(folder: RunFolder, client: int) -> PersonalModel:
     """The model of a client: the server's arrays of the last checkpoint, and the arrays that the client keeps."""
-    description = folder.model_description()
     saved = folder.checkpoint.clients() if folder.checkpoint.path.exists() else ()
     states = [state for _, state in sorted(saved, key=lambda pair: pair[0])]
     if not states:
@@ -90,8 +85,8 @@ def personal_model(folder: RunFolder, client: int) -> nn.Module:
     if not 0 <= client < len(states):  # the local engine numbers its nodes by their partitions
         raise UserError(f"there is no client {client}; the run has the clients 0 to {len(states) - 1}")
     read = folder.checkpoint.read()
-    arrays = _tensors(unpack(arrays_in(read.model)["arrays"])) | _sent_to(folder, client, read.round)
-    return _personal(description, arrays, states[client], client, folder.checkpoint.path)
+    arrays, rounds = _tensors(unpack(arrays_in(read.model)["arrays"])), (read.round, read.trained.get(client, 0))
+    return _personal(folder, arrays, states[client], client, rounds, folder.checkpoint.path)
 
 
 def _sent_to(folder: RunFolder, client: int, server_round: int) -> dict[str, Tensor]:
@@ -108,16 +103,22 @@ def _sent_to(folder: RunFolder, client: int, server_round: int) -> dict[str, Ten
 
 
 def _personal(
-    description: Json, arrays: Mapping[str, Tensor], records: RecordDict, client: int, file: Path
-) -> nn.Module:
+    folder: RunFolder,
+    arrays: Mapping[str, Tensor],
+    records: RecordDict,
+    client: int,
+    rounds: tuple[int, int],
+    file: Path,
+) -> PersonalModel:
     """The network with the client's own arrays, which changes inputs as the client does when it is tested."""
 
     def nothing(number: int = 0) -> NoReturn:
         raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
 
+    description = folder.model_description()
     state, rules = NodeState(records), description.get("own_inputs", {})
     own = state.load(LOCAL_ARRAYS)
-    model = _build(description, {**arrays, **_tensors(own)}, file)
+    model = _build(folder, {**arrays, **_sent_to(folder, client, rounds[0]), **_tensors(own)}, file)
     kinds = roles(model)
     has_own = rules or description.get("own_models") or any(kinds[key] is not Role.COUNTER for key in own)
     has_trained = own or Role.COUNTER not in kinds.values()  # counters are never sent
@@ -127,11 +128,14 @@ def _personal(
         config=dict.fromkeys(rules, True), sent=arrays.keys(), records={}, state=state, model=model, roles=kinds,
         epoch=nothing, seed=0,
     )  # fmt: skip
-    for rule in in_order(
-        cast(type[ClientRule], named.load("own_inputs of model.json", name)) for name in rules.values()
-    ):
+    for rule in in_order(_rule(key, name) for key, name in rules.items()):
         model.register_forward_pre_hook(partial(_changed, rule.own_inputs(local)))
-    return model
+    return PersonalModel(client, *rounds, sum(map(len, arrays_in(records).values())), model)
+
+
+def _rule(key: str, name: str) -> type[ClientRule]:
+    """A client rule that this process knows; the user's own is loaded by its name."""
+    return rule_of(key) if key in BY_KEY else cast(type[ClientRule], named.load("own_inputs of model.json", name))
 
 
 def _changed(change: Callable[[Inputs], Inputs], model: object, inputs: tuple[object, ...]) -> object:
@@ -147,11 +151,15 @@ def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
     return lambda inputs: Standardiser(moments, main_input(inputs).device)(inputs)
 
 
-def _build(description: Json, state: Mapping[str, Tensor], file: Path) -> nn.Module:
+def _build(folder: RunFolder, state: Mapping[str, Tensor], file: Path) -> nn.Module:
+    description = folder.model_description()
     build = description["build"].items()
     arguments: Draft = {key: tuple(value) if isinstance(value, list) else value for key, value in build}
-    with seeding.streams(0):  # building draws weights, which must not change the caller's draws
-        model = build_model(**arguments)
+    try:
+        with seeding.streams(0):  # building draws weights, which must not change the caller's draws
+            model = build_model(**arguments)
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise damaged(folder.path / "model.json", f"no network can be built from it ({in_a_line(error)})") from None
     kinds = roles(model)
     counters = {key: value for key, value in model.state_dict().items() if kinds[key] is Role.COUNTER}  # never sent
     try:
