@@ -96,7 +96,11 @@ if [ "$mode" = check ]; then
             echo "$certificate: EXPIRED on ${end#*=}"
             worst=1
         elif ! openssl x509 -in "$certificate" -noout -checkend 2592000 >/dev/null; then
-            echo "$certificate: expires within 30 days, on ${end#*=}; renew it with --add, then restart superlink and superexec-serverapp"
+            case $certificate in
+                */ca.crt) cure="--force creates another authority and other keys, which all sites and users need" ;;
+                *) cure="renew it with --add --nodes N, then: docker compose restart superlink superexec-serverapp proxy" ;;
+            esac
+            echo "$certificate: expires within 30 days, on ${end#*=}; $cure"
         else
             echo "$certificate: valid until ${end#*=}"
         fi
@@ -218,6 +222,7 @@ done
 # all others. Other users cannot change the owner: the files stay readable, and the folder above is closed instead. No
 # other user of this machine can pass it, but a container mounts the folder inside it.
 for folder in "$out/superlink" "$out/exchange" "$out/nodes" "$out"/site-[0-9]*; do
+    [ -d "$folder" ] || continue # all sites have theirs
     if [ "$(id -u)" = 0 ]; then
         chown -R 49999:49999 "$folder"
     else

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.certificates import valid_until
 from tests.support.command import ROOT
 from tests.support.containers import Containers, docker, skip_without_an_engine
 
@@ -136,6 +137,22 @@ def test_a_data_folder_that_does_not_exist_is_named(containers: Containers) -> N
     assert not missing.exists()
 
 
+def test_sites_come_back_after_an_expired_certificate_was_renewed(containers: Containers) -> None:
+    """docs/operations.md: Docker starts the SuperNodes again, and the site's operators do nothing."""
+    containers.script("deploy/keys.sh", "--nodes", "3")
+    containers.up()
+    containers.wait_for_nodes(3)
+    keys = containers.checkout / "deploy" / "keys"
+    valid_until(-1, keys / "superlink" / "server.pem", keys)
+    containers.compose("restart", "superlink")
+    nodes, expired = [f"supernode-{i}" for i in range(3)], "certificate has expired"
+    containers.wait_for("errors of TLS", lambda: all(expired in containers.compose("logs", node) for node in nodes))
+    containers.script("deploy/keys.sh", "--add", "--nodes", "3")
+    containers.compose("restart", "superlink", "superexec-serverapp")
+    containers.wait_for_nodes(3)
+    containers.wait_for_end(containers.submit("renewed", EXPERIMENT))
+
+
 def test_five_sites_train(containers: Containers) -> None:
     containers.script("deploy/sites.sh", "5")
     containers.up()
@@ -152,10 +169,7 @@ def test_fedtan_exchanges_through_the_port_that_is_published_for_other_machines(
     containers.script("deploy/keys.sh", address)
     containers.up()
     assert containers.published("superexec-serverapp", 8001) == "127.0.0.1", "nobody else reaches it by default"
-    (containers.checkout / ".env").write_text(
-        f"EXCHANGE={address}:8001\nEXCHANGE_BIND={address}\nEXCHANGE_INTERNAL=false\n"
-    )
-    containers.down()
+    (containers.checkout / ".env").write_text(f"EXCHANGE={address}:8001\nEXCHANGE_BIND={address}\n")
     containers.up()
     assert containers.published("superexec-serverapp", 8001) == address
     assert containers.published("superlink", 8000) == "127.0.0.1", "anyone there could run code at every site"

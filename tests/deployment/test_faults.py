@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr.results.folder import RunFolder
+from tests.support.certificates import valid_until
 from tests.support.command import PATIENCE, fedbn
 from tests.support.network import Deployment, wait_for
 from tests.support.runs import is_finished, saved_round
@@ -192,6 +193,26 @@ def test_a_run_waits_for_a_site_that_is_late_and_says_so(deployment: Deployment,
     bring_back(deployment, "supernode-2")
     run.finish()
     assert run.answers() == [3]
+
+
+def test_sites_come_back_after_an_expired_certificate_was_renewed(deployment: Deployment) -> None:
+    """Flower's SuperNode never connects again after an error of TLS: its process must end, to be started again."""
+    certificate = deployment.keys / "superlink" / "server.pem"
+    valid = certificate.read_bytes()
+    nodes = [name for name in deployment.services if name.startswith("supernode-")]
+    try:
+        valid_until(-1, certificate, deployment.keys)
+        kill(deployment, "superlink")
+        deployment.launch("superlink")
+        for name in nodes:
+            assert deployment.running[name].exit_status() == 1
+            assert "certificate has expired" in deployment.running[name].output()
+    finally:
+        certificate.write_bytes(valid)
+        kill(deployment, "superlink")
+        bring_back(deployment, "superlink")
+    bring_back(deployment, *nodes)
+    wait_for_nodes(deployment)
 
 
 @pytest.mark.parametrize("nodes", ["deployment", REAL], indirect=True)

@@ -66,23 +66,23 @@ def test_containers_are_those_of_the_compose_file(name: str, services: dict[str,
         assert container["image"] == expected.get("image", f"fedbn-{pod}")
         words = [filled_in(word) for word in [*container["command"], *container["args"]]]
         other = [word.replace("supernode-1:", "supernode:") for word in [*expected["entrypoint"], *expected["command"]]]
-        assert words == [word.replace("/register.sh", "/script/register.sh") for word in other]
+        assert words == other
         assert {item["name"]: filled_in(item["value"]) for item in container["env"]} == expected["environment"]
         mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
         for target, read_only in volumes_of(expected):
-            assert mounts.pop({"/register.sh": "/script"}.get(target, target)) == read_only
+            assert mounts.pop(target) == read_only
         assert mounts.keys() <= {"/app", "/tmp"}, "only folders for temporary files are added"
         assert limit_of(expected) == container["resources"]["limits"]["memory"]
         assert expected["read_only"] == container["securityContext"]["readOnlyRootFilesystem"]
 
 
 def volumes_of(service: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-    """The folders that a service mounts, and whether it can only read them; files of secrets count as their folder."""
+    """The folders that a service mounts, each with whether it can only read it; of files, their folder."""
     for volume in service.get("volumes", []):
         if isinstance(volume, str):
             yield volume.split(":")[1], volume.endswith(":ro")
         else:
-            yield volume["target"], volume["read_only"]
+            yield volume["target"].removesuffix(f"/{Path(volume['source']).name}"), volume["read_only"]
     for folder in sorted({secret["target"].rpartition("/")[0] for secret in service.get("secrets", [])}):
         yield folder, True
 
@@ -144,13 +144,14 @@ def test_the_docs_create_each_secret_and_config_map_from_the_right_folder() -> N
     for file, services in (("server.yaml", SERVER), ("site.yaml", SITE)):
         for pod, resource, container in pods(file):
             service = compose[services[pod]]
-            given = {volume["target"]: volume["source"] for volume in service.get("volumes", []) if "target" in volume}
+            binds = [volume for volume in service.get("volumes", []) if "target" in volume]
+            given = {bound["target"].removesuffix(f"/{Path(bound['source']).name}"): bound["source"] for bound in binds}
             for secret in service.get("secrets", []):
                 folder = secrets[secret["source"]]["file"].rpartition("/")[0]
                 given[secret["target"].rpartition("/")[0]] = folder
             places = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
             for volume in resource["spec"]["template"]["spec"]["volumes"]:
-                place = {"/script": "/register.sh"}.get(places[volume["name"]], places[volume["name"]])
+                place = places[volume["name"]]
                 if "secret" in volume:
                     needed["secret", volume["secret"]["secretName"]] = given[place][2:]
                 elif "configMap" in volume:

@@ -5,6 +5,7 @@ The services of docker-compose.yml run as processes on loopback (tests/support/n
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -127,7 +128,7 @@ def test_a_site_is_checked_in_a_container_like_its_app_s(sites: int, five_sites:
             assert check[key] == app[key], key
         assert check["volumes"][:2] == app["volumes"]
         assert check["secrets"] == node["secrets"]
-        assert check["networks"] == ["default", f"exchange-{i}"]
+        assert check["networks"] == ["default", *app["networks"][1:]], "the exchange service is reached as by the app"
         assert {word for word in node["command"] + node["entrypoint"] if word.startswith("--node-")} <= {
             *check["entrypoint"]
         }
@@ -163,7 +164,7 @@ def test_an_app_reaches_only_its_own_node_and_the_server(sites: int, five_sites:
     for name, service in services.items():
         for network in service.get("networks", ["default"]) if service.get("profiles") != ["check"] else ():
             members.setdefault(network, set()).add(name)
-    assert set(content["networks"]) == set(members)
+    assert set(content["networks"]) == set(members) | {f"exchange-{i}-open" for i in range(sites)}
     assert sum(name.startswith("superexec-clientapp") for name in services) == sites
     for i in range(sites):
         app = f"superexec-clientapp-{i}"
@@ -203,10 +204,15 @@ def test_containers_have_a_user_limits_and_a_root_that_they_cannot_write_to() ->
         assert service["init"], name
 
 
-def test_a_site_elsewhere_can_open_its_exchange_network_only() -> None:
-    networks = read_compose({"EXCHANGE_INTERNAL": "false"})["networks"]
-    is_open = {name for name, network in networks.items() if network and network["internal"] in ("false", False)}
-    assert is_open == {"exchange-0", "exchange-1", "exchange-2"}
+def test_apps_leave_their_machine_only_for_an_exchange_service_elsewhere() -> None:
+    """They are on another network then: Compose keeps the one that exists, with its old settings."""
+    for variables, end in (({}, ""), ({"EXCHANGE": "fl.example.org:8001"}, "-open")):
+        content = read_compose(variables)
+        for i in range(3):
+            app = content["services"][f"superexec-clientapp-{i}"]
+            assert app["networks"] == [f"site-{i}", f"exchange-{i}{end}"]
+        is_open = {name for name, network in content["networks"].items() if not (network or {}).get("internal")}
+        assert is_open == {"default", "server", *(f"exchange-{i}-open" for i in range(3))}
 
 
 @needs_tools
@@ -271,20 +277,65 @@ def test_another_number_of_sites_is_one_command(five_sites: Path) -> None:
     assert "N is 'x', expected a number from 1" in again.stderr
 
 
-def test_the_authority_s_key_is_needed_for_new_keys_only(tmp_path: Path) -> None:
-    """The documentation says to store it offline, and to run the script again after an upgrade."""
+def run_sites(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    script = ["sh", str(checkout / "deploy" / "sites.sh"), *words]
+    return subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What deploy/sites.sh needs, without keys."""
     if missing_tools():
         pytest.skip(f"not installed: {', '.join(missing_tools())}")
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy", ignore=shutil.ignore_patterns("keys"))
     shutil.copy(COMPOSE, tmp_path)
+    return tmp_path
 
-    def sites(*words: str) -> subprocess.CompletedProcess[str]:
-        script = ["sh", str(tmp_path / "deploy" / "sites.sh"), *words]
-        return subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE)
 
+def test_a_site_on_its_own_machine_has_its_own_services_and_networks(checkout: Path) -> None:
+    """By default Docker has about 30 networks: not two for each of 16 sites."""
+    made = run_sites(checkout, "--only", "15", "16")
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.splitlines() == [
+        "copy deploy/keys/site-15 from the server",
+        "for site 15: docker compose up --build --detach",
+    ]
+    assert not (checkout / "deploy" / "keys").exists()
+    content = read_compose(file=checkout / "docker-compose.sites.yml")
+    assert content["services"].keys() == {"supernode-15", "superexec-clientapp-15", "check-15"}
+    node, app, check = content["services"].values()
+    assert node["command"][1].split()[:2] == ["--node-config=partition-id=15", "num-partitions=16"]
+    assert "depends_on" not in node, "there is nothing here that registers its key"
+    assert app["networks"] == ["site-15", "exchange-15"]
+    used = {name for service in (node, app, check) for name in service["networks"]}
+    assert used <= content["networks"].keys() <= used | {"server", "exchange-15-open"}
+    assert content["volumes"].keys() >= {"state-15"}
+    assert not [name for name in content["volumes"] if name.startswith("state-") and name != "state-15"]
+    own = read_compose({"SITES": "16"})["services"]["superexec-clientapp-2"]
+    assert {key for key in own if own[key] != app[key]} == {"command", "volumes", "depends_on", "networks"}
+    for words, says in ((("16", "16"), "the last of 16 sites is 15"), (("1", "2", "host"), "needs no HOST")):
+        refused = run_sites(checkout, "--only", *words)
+        assert refused.returncode == 1
+        assert says in refused.stderr
+
+
+def test_a_server_of_sites_elsewhere_has_no_networks_of_sites(checkout: Path) -> None:
+    made = run_sites(checkout, "--only", "server", "16", "fl.example.org")
+    assert made.returncode == 0, made.stderr
+    assert "on this machine" not in made.stdout
+    assert len(list((checkout / "deploy" / "keys").glob("site-*"))) == 16
+    content = read_compose(file=checkout / "docker-compose.sites.yml")
+    own = [name for name in read_compose()["services"] if not name[-1].isdigit()]
+    assert list(content["services"]) == own
+    assert content["networks"].keys() == {"default", "server"}
+
+
+def test_the_authority_s_key_is_needed_for_new_keys_only(checkout: Path) -> None:
+    """The documentation says to store it offline, and to run the script again after an upgrade."""
+    sites = functools.partial(run_sites, checkout)
     assert sites("2").returncode == 0
-    keys, written = tmp_path / "deploy" / "keys", tmp_path / "docker-compose.sites.yml"
-    (keys / "ca").rename(tmp_path / "offline")
+    keys, written = checkout / "deploy" / "keys", checkout / "docker-compose.sites.yml"
+    (keys / "ca").rename(checkout / "offline")
     content = {path: path.read_bytes() for path in keys.rglob("*") if path.is_file()}
     written.unlink()
     again = sites("2")
@@ -298,7 +349,13 @@ def test_the_authority_s_key_is_needed_for_new_keys_only(tmp_path: Path) -> None
         assert needed in refused.stderr
         assert "copy deploy/keys/ca back" in refused.stderr
         assert written.read_bytes() == before
-    (tmp_path / "offline").rename(keys / "ca")
+    (checkout / "offline").rename(keys / "ca")
+    for site in keys.glob("site-*"):
+        shutil.rmtree(site)  # they were moved to the sites
+    renewed = sites("2", "fl.example.org")
+    assert renewed.returncode == 0, renewed.stderr
+    assert renewed.stdout.count("up --build --detach --force-recreate "), "a running SuperLink has its old certificate"
+    assert "--force-recreate" not in sites("2").stdout
     made = sites("3")
     assert made.returncode == 0, made.stderr
     assert "new keys: site-2\n" in made.stdout
@@ -412,10 +469,12 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
     servers = ("superlink", "exchange")
     assert changed == {f"{server}/server.{end}" for server in servers for end in ("key", "pem")}
     assert (keys / "site-3" / "node.key").exists()
-    shutil.rmtree(keys / "site-3")  # it was moved to its site
+    for site in keys.glob("site-*"):
+        shutil.rmtree(site)  # it was moved to its site
     public = (keys / "nodes" / "node-3.pub").read_bytes()
-    assert make_keys(keys, "--add", "--nodes", "4").returncode == 0
-    assert not (keys / "site-3").exists()
+    renewed = make_keys(keys, "--add", "--nodes", "4")
+    assert renewed.returncode == 0, renewed.stderr
+    assert not list(keys.glob("site-*"))
     assert (keys / "nodes" / "node-3.pub").read_bytes() == public
     for server in ("superlink", "exchange"):  # the earlier hosts are kept
         words = ["openssl", "x509", "-in", str(keys / server / "server.pem"), "-noout", "-ext", "subjectAltName"]
@@ -465,11 +524,12 @@ def test_the_check_of_keys_reports_when_certificates_expire(tmp_path: Path) -> N
         list(keys.rglob("*.crt")) + list(keys.rglob("*.pem"))
     )
     certificate = keys / "superlink" / "server.pem"
-    for days, code, says in ((20, 0, "expires within 30 days"), (-1, 1, "EXPIRED")):
+    renewal = "docker compose restart superlink superexec-serverapp proxy"
+    for days, code, says in ((20, 0, renewal), (-1, 1, "EXPIRED")):
         write_certificate(certificate, days)
         checked = make_keys(keys, "--check")
         assert checked.returncode == code, checked.stderr
-        assert f"{certificate}: {says}" in checked.stdout
+        assert says in next(line for line in checked.stdout.splitlines() if line.startswith(f"{certificate}: "))
 
 
 @needs_tools
@@ -477,6 +537,34 @@ def test_sites_gives_the_number_of_keys(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("SITES", "2")
     assert make_keys(tmp_path / "keys").returncode == 0
     assert {path.name for path in (tmp_path / "keys").glob("site-*")} == {"site-0", "site-1"}
+
+
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        ("return", 1),  # the node's loop has ended
+        ("raise ValueError('lost')", 1),
+        ("Thread(target=lambda: 1 / 0).start(); time.sleep(60)", 1),  # so do heartbeats
+        ("kept.set(); sys.exit(3)", 3),
+    ],
+)
+def test_the_process_of_a_node_ends_with_its_connection(ending: str, status: int, tmp_path: Path) -> None:
+    """A stand-in for Flower's program, whose port is served by a thread that never ends."""
+    package = tmp_path / "flwr" / "supernode"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "cli.py").write_text(
+        "import sys, time\nfrom threading import Event, Thread\nkept = Event()\n"
+        f"def flower_supernode():\n    Thread(target=kept.wait).start()\n    {ending}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "deploy" / "supernode.py")],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == status, done.stderr
 
 
 # --- a run ---

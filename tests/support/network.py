@@ -56,9 +56,10 @@ def make_keys(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def read_compose(variables: Mapping[str, str] | None = None, file: Path = COMPOSE) -> dict[str, Any]:
-    """The file as Compose reads it: `${NAME:-default}` filled in, anchors and merges resolved."""
+    """The file as Compose reads it: `${NAME:-default}` and `${NAME:+given}` filled in, anchors and merges resolved."""
     given = variables or {}
     text = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: given.get(m[1]) or m[2], file.read_text(encoding="utf-8"))
+    text = re.sub(r"\$\{(\w+):\+([^}]*)\}", lambda m: m[2] if given.get(m[1]) else "", text)
     assert "$" not in text, "the compose file uses an interpolation that this reader does not know"
     content = yaml.safe_load(text)
     assert isinstance(content, dict)
@@ -260,7 +261,8 @@ class Deployment:
 
     def bound(self, command: list[str]) -> list[str]:
         """`command` as a program that ends with this process."""
-        clocks = "quick" if command[0].startswith("flower-") and not self.real_clocks else "real"
+        flower = command[0].startswith("flower-") or "--isolation=process" in command
+        clocks = "quick" if flower and not self.real_clocks else "real"
         return [sys.executable, str(QUICK), str(os.getpid()), clocks, *command]
 
     def is_healthy(self, service: str) -> bool:

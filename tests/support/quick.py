@@ -13,6 +13,7 @@ import ctypes
 import gc
 import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -124,4 +125,8 @@ if __name__ == "__main__":
     if command[0] == "flower-superexec":
         os.environ["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = str(POLL)
         preload()
-    run(command[0], command[1:])
+    if command[0] == "python":
+        sys.argv = command[1:]
+        runpy.run_path(command[1], run_name="__main__")
+    else:
+        run(command[0], command[1:])

@@ -49,6 +49,7 @@ _TIMEOUT = 5  # seconds
 _LITTLE = 1e9  # bytes of a disk
 _SOON = 30  # days in which a certificate should be renewed
 _BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be behind
+_RESTART = "docker compose restart superlink superexec-serverapp proxy"
 _NEW_KEY = "give the file node.key that deploy/keys.sh created for this site"
 
 
@@ -132,7 +133,7 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
         der = None if insecure else connection.sock.getpeercert(binary_form=True)  # type: ignore[union-attr]
         yield from _health(address, connection, insecure=insecure)
     if der is not None:
-        renew = "have the operator renew it: deploy/keys.sh --add --nodes N for N sites, then restart the SuperLink"
+        renew = f"have the operator renew it: deploy/keys.sh --add --nodes N for N sites, then {_RESTART}"
         yield _validity("server certificate", x509.load_der_x509_certificate(der), f"of {address}", renew)
 
 
@@ -195,7 +196,7 @@ def _tls_problem(error: ssl.SSLError, address: str) -> Failed:
     if isinstance(error, ssl.SSLCertVerificationError):
         cure = (
             "connect by a name in the certificate, or have the operator add it or renew the certificate "
-            "(deploy/keys.sh --add --nodes N NAME for N sites, then restart the SuperLink); or get ca.crt again"
+            f"(deploy/keys.sh --add --nodes N NAME for N sites, then {_RESTART}); or get ca.crt again"
         )
         return Failed(f"the certificate of {address} is not accepted: {error.verify_message}", cure)
     if "WRONG_VERSION_NUMBER" in str(error) or "record layer" in str(error):

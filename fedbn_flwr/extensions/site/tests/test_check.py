@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import http.server
 import importlib.metadata
 import json
@@ -21,12 +20,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from PIL import Image
 
 from fedbn_flwr import __version__, cli
+from tests.support.certificates import valid_until
 from tests.support.network import make_keys, needs_tools
 
 pytestmark = needs_tools
@@ -55,20 +52,6 @@ def check(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, 
     assert all(bool(each["cure"]) == (each["status"] != "ok") for each in found)
     ordered = sorted(found, key=lambda each: each["status"] != "ok")
     return code, {each["name"]: each for each in ordered}
-
-
-def valid_until(days: float, file: Path, keys: Path) -> Path:
-    """A copy of the SuperLink's certificate with another end, signed by the same authority."""
-    old = x509.load_pem_x509_certificate((keys / "superlink" / "server.pem").read_bytes())
-    authority = x509.load_pem_x509_certificate((keys / "ca.crt").read_bytes())
-    now = datetime.datetime.now(datetime.UTC)
-    new = x509.CertificateBuilder(
-        authority.subject, old.subject, old.public_key(), x509.random_serial_number(),
-        now - datetime.timedelta(days=90), now + datetime.timedelta(days=days), list(old.extensions),
-    )  # fmt: skip
-    signer = load_pem_private_key((keys / "ca" / "ca.key").read_bytes(), None)
-    file.write_bytes(new.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM))
-    return file
 
 
 class Healthy(http.server.BaseHTTPRequestHandler):
@@ -257,6 +240,7 @@ def test_the_validity_of_certificates_is_checked(
     assert which["status"] == status
     if status != "ok":
         assert "deploy/keys.sh --add --nodes N" in which["cure"]
+        assert "restart superlink superexec-serverapp proxy" in which["cure"], "the proxy presents it to sites"
 
 
 def test_a_server_that_cannot_be_trusted_or_reached_is_named(
