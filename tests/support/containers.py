@@ -114,7 +114,7 @@ class Containers:
 
     def wait_for_nodes(self, count: int) -> None:
         def online() -> int:
-            nodes = self.flwr("supernode", "list", "remote")["nodes"]
+            nodes = self.flwr("supernode", "list", "remote").get("nodes", [])  # none while the server starts
             return sum(node["status"] == "online" for node in nodes)
 
         self.wait_for(f"{count} connected nodes", lambda: online() == count)
