@@ -4,6 +4,15 @@ Train with ordinary batch norm up to round T*, then freeze the aggregated statis
 normalises with the global mean and variance, in training as in evaluation, while gamma, beta and the other layers
 continue to train. This removes the mismatch between a client's batch statistics and the global ones without messages.
 
+T* may also be found during training (Appendix B.6): with `freeze_round={"window": W, "below": tau}` it is the first
+round in which Var = 1/W sum_i (dBN_i - mean dBN)^2, over the last W rounds, is below tau. The paper leaves open which
+norm measures dBN_i, the change of the statistics in round i. Here it is a root mean square over all layers, of the
+change of the means in units of the layer's standard deviation, and of the change of the log variances:
+
+    dBN_i^2 = 1/L sum_l (mean_drift_l^2 + variance_drift_l^2)
+
+These are the drifts that `evaluate.dynamics` records, so that you can choose W and tau from the norms.jsonl of a run.
+
 With `refresh` the frozen statistics follow the data. In a frozen round clients record the moments of each batch along
 with training, and the server moves its statistics towards theirs. `FixBN(FedAvg(), freeze_round=0, refresh=0.1)` is
 Federated BatchNorm (FBN; Guerraoui et al. 2024, https://arxiv.org/abs/2405.14670). Its equations are those in the code
@@ -21,7 +30,8 @@ remain:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import numpy as np
@@ -39,6 +49,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
+from fedbn_flwr.norms.distances import distances, statistics_in
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, of_roles, split
 from fedbn_flwr.norms.statistics import MomentRecorder
 from fedbn_flwr.server.hooks import Config, Json, Round, Traits, mean_is_enough, require_norm
@@ -48,6 +59,11 @@ FREEZE = "fedbn.freeze"
 MOMENTS = "fedbn.moments"
 _WORDS = "a round as an integer (0, 1, 2, ...) or a fraction of the rounds as a float (0.0 to 1.0)"
 LastFree = Annotated[Annotated[int, Ge(0)] | Annotated[float, Ge(0), Le(1)], _WORDS]
+_Key = Literal["window", "below"]
+FreezeRound = Annotated[
+    LastFree | Annotated[Mapping[_Key, Annotated[float, Gt(0)]], MinLen(2)],
+    f"{_WORDS}, or {{window: W, below: tau}} with numbers > 0",
+]
 _Role = Literal["statistics", "affine"]
 Frozen = Annotated[_Role | Annotated[Sequence[_Role], MinLen(1)], "one or both of ['affine', 'statistics']"]
 
@@ -59,9 +75,11 @@ class FixBN(Wrapper):
     ----------
     strategy : Strategy
         The strategy that trains and aggregates, for instance `FedAvg()`.
-    freeze_round : int | float (default: 0.5)
+    freeze_round : int | float | dict (default: 0.5)
         T*, the last round with ordinary batch norm, as a round (int) or a fraction of all rounds (float). 0 freezes
-        the initial statistics, and the number of rounds freezes nothing. The paper's default is half.
+        the initial statistics, and the number of rounds freezes nothing. `{window: W, below: tau}` freezes once the
+        statistics have settled: when the variance of their changes in the last W rounds falls below tau. The paper's
+        default is half.
     freeze : sequence of str (default: ["statistics"])
         The roles to freeze: "statistics", "affine" (gamma and beta), or both. The paper compares the three (Table H).
     refresh : float | None (default: None)
@@ -74,11 +92,17 @@ class FixBN(Wrapper):
 
     argument = "freeze_round"  # the name of the argument T*, for errors
 
+    @dataclass
+    class Memory(Wrapper.Memory):
+        changes: list[float] = field(default_factory=list)  # dBN_i of the last W rounds
+
+    memory: Memory
+
     def __init__(
         self,
         strategy: Strategy,
         *,
-        freeze_round: LastFree = 0.5,
+        freeze_round: FreezeRound = 0.5,
         freeze: Frozen = ("statistics",),
         refresh: Annotated[float, Gt(0), Le(1)] | None = None,
         robust: Annotated[float, Ge(0), Lt(0.5)] = 0.0,
@@ -87,6 +111,8 @@ class FixBN(Wrapper):
             "FixBN would freeze values that are not data statistics; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
         )
         needs = {"statistics": cure} if "statistics" in freeze else {}
+        if isinstance(freeze_round, Mapping) and (freeze_round["window"] < 2 or freeze_round["window"] % 1):
+            raise SettingsError(f"freeze_round has window {freeze_round['window']}; expected a whole number >= 2")
         if refresh is not None:
             needs["pooled"] = "with refresh {outer} would pool their statistics instead; leave refresh out"
         super().__init__(strategy, needs)
@@ -126,6 +152,8 @@ class FixBN(Wrapper):
         super().begin(num_rounds, arrays)
         given, name = self.freeze_round, self.argument
         self.memory.switch_round = switch = switch_of(given, num_rounds)
+        if isinstance(given, Mapping):
+            self._check_window(given, num_rounds, arrays)
         if not num_rounds or switch is None:
             return
         if (last := switch - 1) > num_rounds:
@@ -140,6 +168,19 @@ class FixBN(Wrapper):
             log_once("the statistics are 0 and 1 in round 1: nothing is normalised before they are refreshed")
         if last < num_rounds:
             require_norm(self, self.freeze, arrays, "freezes batch norm", instead="the base strategy alone")
+
+    def _check_window(self, given: Mapping[_Key, float], num_rounds: int, arrays: ArrayRecord) -> None:
+        """Raise SettingsError if there are no changes of statistics to measure."""
+        if 0 < num_rounds < given["window"]:
+            raise SettingsError(f"freeze_round has window {given['window']}, but there are {num_rounds} rounds")
+        require_norm(
+            self, self.freeze | {Role.STATISTICS}, arrays, "freezes batch norm", instead="the base strategy alone"
+        )
+        if Role.STATISTICS in self.traits.unsent:
+            raise SettingsError(
+                f"freeze_round is {dict(given)}, but with {self.chain[1]} clients send no running statistics whose "
+                "changes could be measured; give freeze_round as a round (an int) or a fraction (a float)"
+            )
 
     def config(self, round: Round) -> Config:
         if self._is_free(round):
@@ -163,8 +204,19 @@ class FixBN(Wrapper):
         model = super().combine(round, replies, weights)
         if self.refresh:
             model = {**model, **self._refreshed(round, replies, weights)}
+        if isinstance(self.freeze_round, Mapping) and self._is_free(round):
+            self._watch(self.freeze_round, round, model)
         # The mean of equal numbers may have a rounding error, but frozen arrays must not change at all.
         return {**model, **{key: sent for key, sent in self._frozen(round).items() if key in model}}
+
+    def _watch(self, given: Mapping[_Key, float], round: Round, model: Arrays) -> None:
+        """Freeze after this round if the statistics have settled."""
+        before = unpack(round.arrays)
+        moved = distances(statistics_in(before), statistics_in({**before, **model})).values()
+        change = math.sqrt(sum(mean**2 + variance**2 for mean, variance, _ in moved) / len(moved))
+        changes = self.memory.changes = [*self.memory.changes, change][-int(given["window"]) :]
+        if len(changes) == given["window"] and np.var(changes) < given["below"]:
+            self.memory.switch_round = round.number + 1
 
     def notes(self) -> Json:
         switch = self.memory.switch_round
@@ -174,6 +226,8 @@ class FixBN(Wrapper):
     def _is_free(self, round: Round) -> bool:
         """Whether the round is one of the first T*."""
         name, switch = self.argument, self.memory.switch_round
+        if isinstance(self.freeze_round, Mapping):
+            return switch is None or round.number < switch
         if switch is None:
             raise SettingsError(
                 f"{name}={self.freeze_round!r} depends on the number of rounds, which start() of a fedbn_flwr strategy "
@@ -212,8 +266,10 @@ class FixBN(Wrapper):
         return {key: cast(value, sent[key].dtype) for key, value in new.items()}
 
 
-def switch_of(given: int | float, num_rounds: int = 0) -> int | None:
-    """The round after T*, or None if that depends on a number of rounds that is not known."""
+def switch_of(given: int | float | Mapping[_Key, float], num_rounds: int = 0) -> int | None:
+    """The round after T*, or None if that depends on a number of rounds that is not known, or on the statistics."""
+    if isinstance(given, Mapping):
+        return None
     if isinstance(given, int):
         return given + 1
     return int(given * num_rounds + 1e-9) + 1 if num_rounds else None  # 0.29 * 100 is 28.999999999999996

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import re
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +126,54 @@ def test_it_wraps_a_strategy() -> None:
     words = "FixBN wraps a strategy, for instance FixBN(FedAvg(), ...); found builtins.str, expected"
     with pytest.raises(TypeError, match=re.escape(words)):
         FixBN("FedAvg")  # type: ignore[arg-type]
+
+
+def change(before: Arrays, after: Arrays) -> float:
+    """dBN of a round with one batch norm, channel by channel in Python's floats."""
+    means = [[float(value) for value in model["1.running_mean"]] for model in (before, after)]
+    variances = [[float(value) + 1e-5 for value in model["1.running_var"]] for model in (before, after)]
+    shifts = [(old - new) / math.sqrt(var) for old, new, var in zip(*means, variances[1], strict=True)]
+    logs = [math.log(old / new) for old, new in zip(*variances, strict=True)]
+    return math.sqrt(statistics.fmean(each**2 for each in shifts) + statistics.fmean(each**2 for each in logs))
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_it_freezes_once_the_changes_of_the_statistics_vary_little(federation: Federations, window: int) -> None:
+    """Appendix B.6, by hand from the models of the same training without a freeze."""
+    fed = federation((8, 12))
+    changes = [change(*pair) for pair in itertools.pairwise(models_of(fed, FedAvg(), 8))]
+    variances = {last: statistics.pvariance(changes[last - window : last]) for last in range(window, 8)}
+    tau = statistics.fmean(sorted(variances.values())[2:4])  # between two, so that rounding doesn't decide
+    expected = next(last for last, variance in variances.items() if variance < tau)
+    strategy = FixBN(FedAvg(), freeze_round={"window": window, "below": tau})
+    found = models_of(fed, strategy, 8)
+    assert window <= expected < 8
+    assert strategy.notes() == {"freeze_round": expected, "frozen": ["statistics"]}
+    frozen = [not moved(before, after) & STATISTICS for before, after in itertools.pairwise(found)]
+    assert frozen == [number > expected for number in range(1, 9)]
+    assert strategy.memory.changes == pytest.approx(changes[expected - window : expected], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settled", "problem"),
+    [
+        ({"window": 5}, "or {window: W, below: tau}"),
+        ({"window": 5, "below": 0}, "or {window: W, below: tau}"),
+        ({"window": 5, "under": 1}, "or {window: W, below: tau}"),
+        ({"window": 1, "below": 1}, "window 1; expected a whole number >= 2"),
+        ({"window": 2.5, "below": 1}, "window 2.5; expected a whole number >= 2"),
+        ({"window": 9, "below": 1}, "window 9, but there are 3 rounds"),
+    ],
+)
+def test_a_window_that_cannot_settle_is_refused(federation: Federations, settled: Any, problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem):
+        FixBN(FedAvg(), freeze_round=settled).begin(3, federation().arrays())
+
+
+def test_a_window_needs_statistics_that_clients_send(federation: Federations) -> None:
+    kept = SiloBN(global_norm="initial")
+    with pytest.raises(SettingsError, match="with SiloBN clients send no running statistics"):
+        FixBN(kept, freeze_round={"window": 2, "below": 1}).begin(3, federation().arrays())
 
 
 # --- the frozen tensors ------------------------------------------------------

@@ -137,7 +137,10 @@ def states_of(out: Path) -> tuple[Any, ...]:
 
 
 # One case for each kind of state: of the strategy, the clients, the optimiser, and what is inside another strategy.
-QUICK = ("FedAvg", "FedBN", "Scaffold", "FedTAN", "FedBS", "FedAdam", "keep_momentum", "FixBN of FedBN", "some clients")
+QUICK = (
+    *("FedAvg", "FedBN", "Scaffold", "FedTAN", "FedBS", "FedAdam", "keep_momentum", "FixBN of FedBN", "some clients"),
+    "FixBN, settled",
+)
 
 
 @pytest.mark.parametrize(
@@ -160,13 +163,14 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
 def test_the_cases_reach_the_rules_switches(straight: Callable[[str], Path]) -> None:
     """Rules that switch during a run do so in these runs, after the first stop and before the end."""
     assert summary_of(straight("FedBS")).notes["switch_round"] == 4
+    assert summary_of(straight("FixBN, settled")).notes["freeze_round"] == 3
     for case in ("FedAdam", "FedAvgM", "Scaffold", "GlobalMomentum"):
         read = CheckpointFile(straight(case) / "checkpoint").read()
         assert read.strategy is not None
         assert any(map(np.any, safetensors.numpy.load(read.strategy).values()))
 
 
-SERVERS = ["FedBS", "FedAdam", "GlobalMomentum", "FedAP"]  # their state is the server's
+SERVERS = ["FedBS", "FixBN, settled", "FedAdam", "GlobalMomentum", "FedAP"]  # their state is the server's
 
 
 @pytest.mark.parametrize("case", slow_except(QUICK, ["FedBN", "Scaffold", "keep_momentum", "adamw", "brn", *SERVERS]))

@@ -62,6 +62,7 @@ SPECIAL: dict[str, str] = {
 # Other states that a resumed run needs.
 MORE: dict[str, str] = {
     "FixBN of FedBN": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedBN}}",
+    "FixBN, settled": "strategy: {name: FixBN, freeze_round: {window: 3, below: 100}}",  # after round 3
     "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
     "kept layers": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedAvg, kept: [last]}}",
     "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",

@@ -3,21 +3,12 @@
 norms.jsonl is computed from arrays that the server has anyway: the statistics in the clients' replies, and their mean.
 No client computes or sends anything more.
 
-All metrics are per layer. They compare two pairs of running statistics (m, v) and (m', v') channel by channel, on the
-scale of the layer's own output: s' = sqrt(v' + eps) is what batch norm divides by.
-
-    mean distance       root mean square over the channels of (m - m') / s'
-    variance distance   root mean square over the channels of log(s^2 / s'^2)
-    variance ratio      geometric mean over the channels of s^2 / s'^2
-
+All metrics are per layer: the distances of `norms.distances`. The drift compares the global statistics of two rounds.
 For a client they are the distances between its statistics and the round's mean, and their spread over the rounds since
 the line before, if it took part in at least two of them:
 
     mean spread         root mean square over the channels of the deviation of m, over s'
     variance spread     root mean square over the channels of the deviation of log(s^2)
-
-A mean distance of 1 shifts the layer's normalised outputs by one standard deviation. A variance distance of 0.1 stands
-for variances that differ by a factor of about 1.1; the ratio says in which direction.
 """
 
 from __future__ import annotations
@@ -29,18 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbn_flwr.errors import LOG
-from fedbn_flwr.messages.arrays import Arrays, unpack
+from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import read_reply, sender_of
-from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers
+from fedbn_flwr.norms.distances import EPS, Statistics, distances, rms, statistics_in
+from fedbn_flwr.norms.roles import Role
 
 from .listener import FinishedRound, Listener, Running
-
-Statistics = dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]  # running mean and variance of each layer
 
 DRIFT = ("mean_drift", "variance_drift")
 DEVIATION = ("mean_deviation", "variance_deviation", "variance_ratio")
 SPREAD = ("mean_spread", "variance_spread")
-EPS = 1e-5  # PyTorch's default; the arrays don't contain the layer's value
 
 
 class Dynamics(Listener):
@@ -65,37 +54,22 @@ class Dynamics(Listener):
             for key, own in found.items():
                 self._windows.setdefault(key, Window(own)).add(own)
             if finished.is_evaluated:
-                clients = {key: distances(own, now, DEVIATION) for key, own in found.items()}
+                clients = {key: named(own, now, DEVIATION) for key, own in found.items()}
                 for key, layers in clients.items() if self._is_whole else ():
                     for layer, metrics in layers.items():
                         metrics |= self._windows[key].spreads(layer, now[layer][1])
-                line = {"round": finished.number, "layers": distances(before, now, DRIFT), "clients": clients}
+                line = {"round": finished.number, "layers": named(before, now, DRIFT), "clients": clients}
                 running.folder.add_line("norms.jsonl", line)
                 self._windows, self._is_whole = {}, True
         return replace(finished, replies=())
 
 
-def statistics_in(arrays: Arrays) -> Statistics:
-    """The statistics of each layer that tracks some; the gate has checked that they are finite and fit the model."""
+def named(found: Statistics, overall: Statistics, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Mean distance, variance distance and variance ratio, or the first of them, under these names, by layer."""
     return {
-        prefix.removesuffix(".") or "norm": (
-            arrays[f"{prefix}{MEAN}"].astype(np.float64).reshape(-1),
-            arrays[f"{prefix}{VARIANCE}"].astype(np.float64).reshape(-1),
-        )
-        for prefix in layers(arrays)
+        layer: {name: _short(value) for name, value in zip(names, values, strict=False)}
+        for layer, values in distances(found, overall).items()
     }
-
-
-def distances(found: Statistics, overall: Statistics, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """By layer: mean distance, variance distance and variance ratio, or the first of them, under these names."""
-    of_layers = {}
-    for layer, (mean, var) in found.items():
-        overall_mean, overall_var = overall[layer]
-        scaled = (mean - overall_mean) / np.sqrt(overall_var + EPS)
-        ratios = np.log((var + EPS) / (overall_var + EPS))
-        values = (_rms(scaled), _rms(ratios), float(np.exp(ratios.mean())))
-        of_layers[layer] = {name: _short(value) for name, value in zip(names, values, strict=False)}
-    return of_layers
 
 
 class Window:
@@ -116,13 +90,9 @@ class Window:
         """Empty for a single round."""
         means, squares = self.sums[layer] / self.rounds
         means, variances = np.sqrt(np.maximum(squares - means * means, 0))
-        values = _rms(means / np.sqrt(overall_var + EPS)), _rms(variances)
+        values = rms(means / np.sqrt(overall_var + EPS)), rms(variances)
         return dict(zip(SPREAD, map(_short, values), strict=True)) if self.rounds > 1 else {}
 
 
 def _short(value: float) -> float:
     return float(f"{value:.6g}")  # a file has a number for every round, client and layer
-
-
-def _rms(values: NDArray[np.float64]) -> float:
-    return float(np.sqrt(np.mean(values * values)))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from torch import nn
 
-from fedbn_flwr.experiment.listeners.dynamics import DEVIATION, DRIFT, EPS, Window, distances, statistics_in
+from fedbn_flwr.experiment.listeners.dynamics import DEVIATION, DRIFT, Window, named
 from fedbn_flwr.models.tensors import initial_arrays
+from fedbn_flwr.norms.distances import EPS, statistics_in
 
 Arrays = dict[str, np.ndarray]
 
@@ -43,7 +44,7 @@ def differences(one: Arrays, other: Arrays, scale: Arrays, layer: str) -> tuple[
 
 
 def compared(one: Arrays, other: Arrays, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    return distances(statistics_in(one), statistics_in(other), names)
+    return named(statistics_in(one), statistics_in(other), names)
 
 
 def test_drift_is_the_twins() -> None:
