@@ -16,7 +16,7 @@ import operator
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -90,12 +90,20 @@ def write_store(path: Path, entries: Iterable[tuple[str, bytes]]) -> None:
 
 def read_store(path: Path) -> dict[str, bytes]:
     """The entries of a store, in their order; raises StorageError if the file is missing or damaged."""
+    with opened_store(path) as entries:
+        return dict(entries)
+
+
+@contextmanager
+def opened_store(path: Path) -> Iterator[Mapping[str, bytes]]:
+    """The entries of a store, each of which is read and checked when it is asked for; errors as of `read_store`."""
     try:
         stream = open_regular(path)
     except OSError as error:
         raise StorageError(f"{str(path)!r} cannot be read: {error.strerror}") from None
-    try:
-        with stream, ZipFile(stream) as archive:
+    with stream:
+        with _damage(path):
+            archive = ZipFile(stream)
             if archive.comment != _seal(archive):
                 of_other = re.match(rb"fedbn-store\d+(?= )", archive.comment)
                 if of_other and of_other[0] != _VERSION.encode():
@@ -106,7 +114,30 @@ def read_store(path: Path) -> dict[str, bytes]:
             packed = any(entry.compress_type != ZIP_STORED for entry in entries)
             if packed or size > os.fstat(stream.fileno()).st_size:
                 raise BadZipFile("its entries are compressed, or larger than the file")
-            return {entry.filename: archive.read(entry) for entry in entries}
+        yield _Entries(archive, path)
+
+
+class _Entries(Mapping[str, bytes]):
+    def __init__(self, archive: ZipFile, path: Path) -> None:
+        self.archive, self.path = archive, path
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.archive.namelist())
+
+    def __len__(self) -> int:
+        return len(self.archive.namelist())
+
+    def __getitem__(self, name: str) -> bytes:
+        if name not in self.archive.NameToInfo:
+            raise KeyError(name)
+        with _damage(self.path):
+            return self.archive.read(name)
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # zipfile raises many kinds of errors for damaged archives
         raise StorageError(f"{str(path)!r} is damaged: not a complete {_VERSION} ({str(error)[:300]})") from None
 

@@ -98,9 +98,6 @@ def flwr(arguments: argparse.Namespace) -> int:
             errors = {folder.path.name: folder.error_since(began) for folder in folders}
             lost = [f"{name}: {why}" for name, why in errors.items() if why and why not in str(error)]
             raise RunFailed("\n".join([str(error), *lost])) from None
-        finally:
-            for folder in folders:  # of a run whose process was killed, or ended by Ctrl-C before it could do that
-                folder.mark_interrupted()
     return 0
 
 

@@ -14,6 +14,7 @@ A forked process shares the memory of its parent, which causes three problems:
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -155,6 +156,7 @@ class Worker(NodeWorker):
         self.process = fork.Process(target=_serve, args=(self.served, there), daemon=True)
         with there, _signals_later():
             self.process.start()
+        atexit.register(self.close)  # else Python would wait for a process that ignores SIGTERM
 
     def send(self, then: Then, call: str, *arguments: object) -> None:
         # One job at a time: with several, each end could wait for the other to read.
@@ -179,6 +181,7 @@ class Worker(NodeWorker):
             if self.process.is_alive():
                 self.process.kill()  # SIGTERM is not enough if it waits for a lock or still has this process's handlers
                 self.process.join(5)
+        atexit.unregister(self.close)
         self.process, self.then, self.is_ready = None, None, False
 
 
@@ -228,10 +231,8 @@ def _serve(served: object, end: socket.socket) -> None:
     channel, problem = Channel(end), fork_problem()
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     keep_freed_memory()
-    # Ctrl-C and SIGHUP reach every process of a terminal; the parent decides when workers end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is not for this process
+    for number in _SIGNALS:  # they reach every process of a terminal or of a job; the parent decides when workers end
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         channel.send(problem)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import hashlib
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import strategy as flower
 
 from fedbn_flwr import LocalGrid, cli, client_app
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import RunFailed, SettingsError, UserError
 from fedbn_flwr.experiment.data import forget_data
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
@@ -29,6 +32,7 @@ from fedbn_flwr.messages.gate import Gated
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile
 from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.yaml_text import dump_yaml
 from fedbn_flwr.strategies import (
     FedBS,
     FedRDN,
@@ -182,7 +186,7 @@ def test_a_lost_state_changes_the_numbers(
         for kind in (Rule, type(as_rule(flower.FedAvg()))):
             monkeypatch.setattr(kind, "_load_state", lambda rule, values: None)
     else:
-        monkeypatch.setattr(CheckpointFile, "clients", lambda self: ((node, RecordDict()) for node in (1, 2, 3)))
+        monkeypatch.setattr(CheckpointFile, "clients", lambda *_: ((node, RecordDict()) for node in (1, 2, 3)))
     session(case, tmp_path / "run")
     assert outcome(tmp_path / "run") != outcome(straight(case))
 
@@ -251,6 +255,28 @@ def test_only_settings_without_effect_may_change_before_a_resume(tmp_path: Path)
     history.write_text("".join(whole.splitlines(keepends=True)[:2]))
     with pytest.raises(SettingsError, match=r"of round 3, but history\.jsonl has the rounds \[1, 2\]"):
         session("FedAvg", tmp_path / "run")
+
+
+@pytest.mark.parametrize("absent", [("track",), ("engine", "together"), ("train", "clip"), ("evaluate", "domains")])
+def test_a_run_of_a_version_without_a_key_resumes_with_its_default(absent: Sequence[str], tmp_path: Path) -> None:
+    session("FedAvg", tmp_path / "run", 2)
+    run = RunFolder(tmp_path / "run")
+
+    def without_key(settings: Mapping[str, Any]) -> dict[str, Any]:
+        found = copy.deepcopy(dict(settings))
+        *path, last = absent
+        functools.reduce(dict.get, path, found).pop(last, None)  # type: ignore[arg-type, union-attr]
+        return found
+
+    whole, saved = run.config(), run.checkpoint.read()
+    (run.path / "config.yaml").write_text(dump_yaml(without_key(whole)))
+    states = list(run.checkpoint.clients())
+    run.checkpoint.write(dataclasses.replace(saved, settings=without_key(saved.settings)), states)
+    session("FedAvg", run.path, 3)
+    assert run.config() == whole
+    (run.path / "config.yaml").write_text(dump_yaml({**without_key(whole), "renamed": 1}))
+    with pytest.raises(UserError, match=r"config\.yaml'.*unknown key 'renamed'.*another version of fedbn-flwr has wri"):
+        session("FedAvg", run.path)
 
 
 def test_a_run_that_was_killed_after_its_last_round_finishes(straight: Callable[[str], Path], tmp_path: Path) -> None:
@@ -431,8 +457,12 @@ def test_a_killed_command_leaves_a_folder_that_resumes(
     done = signalled(sent, lambda: saved_round(run.path) >= 2, FEDBN, *given, cwd=tmp_path, PAUSE="0.2")
     assert done.returncode == (-signal.SIGKILL if sent == signal.SIGKILL else 130), done.stderr
     assert "Traceback" not in done.stderr
-    assert summary_of(run.path).status == ("running" if sent == signal.SIGKILL else "interrupted")
+    assert summary_of(run.path).status == "interrupted"
+    last = len(run.history())
     assert 2 <= saved_round(run.path) < 20
+    if sent == signal.SIGTERM:  # as Ctrl-C: the round is finished, and in the checkpoint
+        assert saved_round(run.path) == last
+        assert shlex.join(["fedbn", *map(str, given), "--resume"]) in done.stderr
     assert cli.main([*words, "--out", str(stopped), "--resume"]) == 0
     assert outcome(stopped / "FedBN") == outcome(straight)
 

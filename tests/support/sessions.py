@@ -12,6 +12,7 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.file.problems import completed
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
@@ -111,7 +112,7 @@ def session(
     if case in OPTIMISERS:
         prepared = dataclasses.replace(prepared, rule=OPTIMISERS[case]())
     run = RunFolder(out)
-    run.check(prepared.run.model_dump(mode="json"), resume=True)
+    run.check(prepared.run.model_dump(mode="json"), resume=True, complete=completed)
     done = run.begin(prepared.run.model_dump(mode="json"))
     run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides(case))}
     own = grid or LocalGrid(client_app(make_client), 3, workers=workers, run_config=run_config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import itertools
 import json
@@ -18,8 +17,6 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
-from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.folder.summary import Status, Summary
 from tests.support.command import FEDBN, PATIENCE, PROGRAM, ROOT, environment, python
 
 QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
@@ -284,17 +281,6 @@ def test_a_run_stopped_by_ctrl_c_resumes_to_the_same_model(tmp_path: Path) -> No
         for folder in (resumed, straight)
     ]
     assert lines[0] == lines[1]
-
-
-def test_runs_that_flower_ended_are_marked_as_interrupted(tmp_path: Path) -> None:
-    names: tuple[tuple[str, Status], ...] = (("a", "running"), ("b", "finished"))
-    for name, status in names:
-        (tmp_path / name).mkdir()
-        summary = Summary("demo", name, "FedAvg", "cnn", "bn", 0, 10, "cpu", "2026-01-01", "the global model")
-        RunFolder(tmp_path / name).write_summary(dataclasses.replace(summary, status=status))
-        RunFolder(tmp_path / name).mark_interrupted()
-    found = [RunFolder(tmp_path / name).summary() for name in ("a", "b")]
-    assert [each.status for each in found if each] == ["interrupted", "finished"]
 
 
 @pytest.mark.parametrize("what", ["strategies", "models", "norms", "datasets", "partitions", "experiments"])

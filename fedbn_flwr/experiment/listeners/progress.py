@@ -3,8 +3,8 @@
 On a terminal: a bar of all rounds, and one of each run with what it does. Elsewhere, in a notebook too: a line at most
 every five seconds.
 
-The first Ctrl-C stops the runs after their current round, so that no work is lost. The second one, SIGTERM and
-SIGHUP stop them immediately; a resumed run then repeats the rounds after the last checkpoint.
+Ctrl-C, SIGTERM and SIGHUP stop the runs after their current round, with a checkpoint, so that no work is lost. The
+second one stops them immediately; a resumed run then repeats the rounds after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from flwr.app import Message, MessageType
@@ -167,12 +167,12 @@ class Progress:
         self._stack.close()
 
     def _interrupt(self, number: int, frame: object) -> None:
-        # Who sent SIGTERM may not wait, or has sent it to the workers too.
-        at_once = number != signal.SIGINT or self.stop_asked or not self._tasks
+        at_once = self.stop_asked or not self._tasks
         self.stop_asked = True  # compiled code can swallow the exception (pydantic does): the run then ends by this
         if at_once:
             raise KeyboardInterrupt
-        print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        with suppress(OSError):  # SIGHUP: the terminal is gone
+            print("\nstopping after this round; Ctrl-C again stops at once", file=sys.stderr, flush=True)
 
     # --- what happens, in the order of an experiment ---
 

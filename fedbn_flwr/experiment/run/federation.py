@@ -171,10 +171,10 @@ def restore_clients(running: Running, trained: Mapping[int, int]) -> None:
     `trained` has the last round in which each client trained.
     """
     contexts, stored = running.grid.contexts() or {}, running.federation.state_rounds
-    saved = dict(running.folder.checkpoint.clients()) if contexts else {}
-    for node, records in saved.items():
-        contexts[node].state = records
-    if saved or (needed := _needed_client_state(running.prepared)) is None:
+    is_saved = False
+    for node, records in running.folder.checkpoint.clients(contexts):
+        contexts[node].state, is_saved = records, True
+    if is_saved or (needed := _needed_client_state(running.prepared)) is None:
         return
     lost = [f"client {client} has none" for client in trained if client not in stored]
     lost += [

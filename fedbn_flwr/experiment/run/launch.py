@@ -38,6 +38,7 @@ from fedbn_flwr.trees import Tree
 
 from ..data import examples_of
 from ..file.layers import from_run_config
+from ..file.problems import completed
 from ..listeners.progress import Progress, Reporter
 from ..listeners.slices import Slice, longest_round
 from ..node import ClientMaker
@@ -88,7 +89,7 @@ def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[Run
             "runs, or start them without resuming"
         )
     for run, folder in zip(experiment.runs, folders, strict=True):
-        folder.check(run.model_dump(mode="json"), resume=resume)
+        folder.check(run.model_dump(mode="json"), resume=resume, complete=completed)
     return folders
 
 
@@ -141,17 +142,13 @@ def run_experiment(
             }
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 # Another process may have begun this run while this one was loading data.
-                folder.check(given, resume=resume)
+                folder.check(given, resume=resume, complete=completed)
                 run_one(item, grid, folder, listener, folder.begin(given, about), ends)
 
         time = Slice(ends, lambda place: longest_round(experiment.runs[place], folders[place]))
         progress.skip([place for place in range(len(folders)) if place not in todo], failed)
         if jobs > 1:
-            try:
-                failed |= side_by_side(todo, run_at, jobs, progress, time)
-            finally:
-                for place in todo:  # its process may have been killed
-                    folders[place].mark_interrupted()
+            failed |= side_by_side(todo, run_at, jobs, progress, time)
         else:
             failed |= one_after_another(todo, run_at, progress, time, is_single=len(folders) == 1)
         failures = [f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items())]

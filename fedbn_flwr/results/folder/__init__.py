@@ -22,7 +22,8 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +33,7 @@ import numpy as np
 from flwr.app import RecordDict
 
 from fedbn_flwr.data import Moments
-from fedbn_flwr.errors import SettingsError, StorageError, UserError, log_once
+from fedbn_flwr.errors import SettingsError, UserError, log_once
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
 from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
@@ -90,6 +91,18 @@ def _close_locks() -> None:
 
 
 os.register_at_fork(after_in_child=_close_locks)
+_TRIES = 5  # to lock a folder: `has_writer` of another process locks it for a moment
+
+
+def _lock(descriptor: int, kind: int) -> bool | None:
+    """Whether the lock could be taken; None if the file system has no locks, as some network file systems."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
 
 
 class RunFolder:
@@ -102,8 +115,11 @@ class RunFolder:
         """The SHA-256 of history.jsonl, by which a checkpoint knows the rounds before it."""
         return self._lines.hexdigest()
 
-    def check(self, config: Json, *, resume: bool) -> None:
-        """Raise an error if this would overwrite a run, or resume one with other settings."""
+    def check(self, config: Json, *, resume: bool, complete: Callable[[Json], Json] = dict) -> None:
+        """Raise an error if this would overwrite a run, or resume one with other settings.
+
+        `complete` gives settings that an earlier version has written the defaults of keys that it did not have.
+        """
         existing = self.config()
         if not existing:
             if self.checkpoint.path.exists():
@@ -113,8 +129,11 @@ class RunFolder:
             raise SettingsError(
                 f"{str(self.path)!r} holds a run already; give another --out, or --resume to continue it"
             )
-        if missing := [key for key in config if key not in existing]:
-            raise damaged(self.path / "config.yaml", f"it lacks {', '.join(missing)}")
+        try:
+            existing = complete(existing)
+        except SettingsError as error:
+            reason = f"{error}; it is damaged, or another version of fedbn-flwr has written it"
+            raise damaged(self.path / "config.yaml", reason) from None
         if different := _difference(deciding(existing), deciding(config)):
             raise SettingsError(f"{str(self.path)!r} cannot be resumed with other settings: {different}")
 
@@ -133,21 +152,33 @@ class RunFolder:
         """Lock the folder; an error if another process writes it. The system ends the lock with the process."""
         self._make()
         descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        for tries in range(_TRIES):
+            if _lock(descriptor, fcntl.LOCK_EX) is not False:
+                break
+            time.sleep(0.1 * (tries < _TRIES - 1))
+        else:
             os.close(descriptor)
             raise SettingsError(
                 f"another process is writing {str(self.path)!r}; wait until it ends, or give another --out"
-            ) from None
-        except OSError:  # some network file systems have no locks
-            pass
+            )
         _locks.add(descriptor)
         try:
             yield
         finally:
             _locks.remove(descriptor)
             os.close(descriptor)
+
+    def has_writer(self) -> bool | None:
+        """Whether a process has locked the folder; None if this cannot be known."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            found = _lock(descriptor, fcntl.LOCK_SH)
+            return None if found is None else not found
+        finally:
+            os.close(descriptor)  # ends the lock
 
     def _make(self) -> None:
         try:
@@ -158,13 +189,15 @@ class RunFolder:
     def begin(self, config: Json, more: Json = MappingProxyType({})) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""
         first = (self.read("environment.json") or {}) if self.config() else {}
-        saved = self.checkpoint.read() if self.checkpoint.path.exists() else None
+        saved = self.checkpoint.read(whole=False) if self.checkpoint.path.exists() else None
         done = 0
         if saved is not None:
             done, now = saved.round, {**deciding(config), "token": first.get("token", saved.token)}
             if saved.unsaved is not None:
                 raise SettingsError(f"{str(self.path)!r} cannot be resumed: {saved.unsaved}")
-            if different := _difference({**saved.settings, "token": saved.token}, now):
+            known = {**saved.settings, "token": saved.token}
+            # `check` has compared the keys that the checkpoint's version did not have.
+            if different := _difference(known, _with_keys_of(known, now)):
                 raise damaged(self.checkpoint.path, f"it belongs to another run: {different}")
         elif lost := len(self.history()):
             log_once(f"{self.path} has no checkpoint of its {lost} rounds; the run begins again at round 1")
@@ -267,28 +300,26 @@ class RunFolder:
             return self.summary()
         return None
 
-    def mark_interrupted(self) -> None:
-        """Mark an unfinished run as interrupted, after its process has ended."""
-        summary = self.readable_summary()
-        if summary is not None and summary.status == "running":
-            with suppress(StorageError):  # the disk is full
-                summary.status = "interrupted"
-                self.write_summary(summary)
-
     def error_since(self, began: str) -> str | None:
         """Why the run failed, if that was at this time or later (`time_stamp`)."""
         summary = self.readable_summary()
         return summary.error if summary is not None and summary.began >= began else None
 
     def progress(self) -> tuple[Summary, list[Json]] | None:
-        """The summary and the lines of history.jsonl; None if there is no summary."""
+        """The summary and the lines of history.jsonl; None if there is no summary.
+
+        A process that was killed, or had a full disk, has left the status "running": its lock has ended.
+        """
         if (content := self.read("summary.json")) is None:
             return None
         history = self.history()  # a run that is running writes it before the summary
         try:
-            return Summary.from_json(content, history), history
+            summary = Summary.from_json(content, history)
         except (ValueError, TypeError) as error:
             raise damaged(self.path / "summary.json", str(error)) from None
+        if summary.status == "running" and self.has_writer() is False:
+            summary.status = "interrupted"
+        return summary, history
 
     def token(self) -> str:
         """The run's token, under which nodes store their state."""
@@ -374,6 +405,15 @@ def _difference(before: Json, now: Json, prefix: str = "") -> str:
             inner = isinstance(was, Mapping) and isinstance(new, Mapping) and _difference(was, new, f"{prefix}{key}.")
             return inner or f"{prefix}{key} was {was!r} and is {new!r}"
     return ""
+
+
+def _with_keys_of(before: Json, now: Json) -> Json:
+    """`now`, without the keys that `before` lacks, in sections too."""
+    pairs = ((key, before[key], value) for key, value in now.items() if key in before)
+    return {
+        key: _with_keys_of(was, new) if isinstance(was, Mapping) and isinstance(new, Mapping) else new
+        for key, was, new in pairs
+    }
 
 
 def flat_settings(settings: Json, prefix: str = "") -> Draft:

@@ -10,7 +10,7 @@ clients/NODE   the state of each client (absent if the nodes store it)
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from flwr.app import RecordDict
 
 from fedbn_flwr.errors import SettingsError, StorageError
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.storage import read_store, write_store
+from fedbn_flwr.storage import opened_store, write_store
 from fedbn_flwr.trees import Json
 
 _CLIENT = "clients/"
@@ -50,32 +50,40 @@ class CheckpointFile:
         except StorageError as error:
             raise StorageError(f"{error}; the previous checkpoint is unchanged") from None
 
-    def read(self) -> Snapshot:
-        """Read all but the clients' states."""
+    def read(self, *, whole: bool = True) -> Snapshot:
+        """Read all but the clients' states; if it isn't `whole`, neither the model nor the strategy's state."""
         with self._opened() as store:
             state, is_saved = json.loads(store["state"]), "strategy" in store
             return Snapshot(
                 round=int(state["round"]),
                 token=str(state["token"]),
-                model=parse(store["model"], RecordDict),
-                strategy=store.get("strategy"),
+                model=parse(store["model"], RecordDict) if whole else RecordDict(),
+                strategy=store.get("strategy") if whole else None,
                 unsaved=None if is_saved else str(state["unsaved"]),
                 trained={int(partition): int(last) for partition, last in state["trained"].items()},
                 settings=dict(state["settings"]),
                 history=str(state["history"]),
             )
 
-    def clients(self) -> Iterator[tuple[int, RecordDict]]:
-        """The state of one node at a time; none if the nodes store it."""
+    def nodes(self) -> list[int]:
+        """The nodes whose states it has, in ascending order; none if there is no checkpoint, or if they store it."""
+        if not self.path.exists():
+            return []
         with self._opened() as store:
-            for name, state in store.items():
-                if name.startswith(_CLIENT):
-                    yield int(name.removeprefix(_CLIENT)), parse(state, RecordDict)
+            return sorted(int(name.removeprefix(_CLIENT)) for name in store if name.startswith(_CLIENT))
+
+    def clients(self, nodes: Container[int] | None = None) -> Iterator[tuple[int, RecordDict]]:
+        """The state of one node at a time, of all of them or of these."""
+        with self._opened() as store:
+            for name in store:
+                if name.startswith(_CLIENT) and (nodes is None or int(name.removeprefix(_CLIENT)) in nodes):
+                    yield int(name.removeprefix(_CLIENT)), parse(store[name], RecordDict)
 
     @contextmanager
-    def _opened(self) -> Iterator[dict[str, bytes]]:
+    def _opened(self) -> Iterator[Mapping[str, bytes]]:
         try:
-            yield read_store(self.path)
+            with opened_store(self.path) as store:
+                yield store
         except (StorageError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             # The file is intact, but has other content.
             damage = f"{str(self.path)!r} is damaged: {type(error).__name__}: {str(error)[:200]}"

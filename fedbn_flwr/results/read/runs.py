@@ -135,7 +135,7 @@ def find_runs(folders: Sequence[Path]) -> list[Run]:
 
 # --- the state of runs, for `fedbn status` ---
 
-# A running run whose process has not written for long is silent: it was killed, or its round takes very long.
+# A running run whose process has not written for long is silent: it waits for a site, or its round takes very long.
 State = Literal["running", "silent", "finished", "interrupted", "failed"]
 STATES: tuple[State, ...] = get_args(State)
 
@@ -169,7 +169,7 @@ def read_state(path: Path) -> RunState | None:
     status, left, silence, since = cast(State, run.summary.status), None, "", now - changed
     if status == "running" and since > (max(_SILENT, _ROUNDS * max(seconds)) if seconds else timeout):
         status, usual = "silent", f", and its longest round took {duration(max(seconds))}" if seconds else ""
-        silence = f"nothing written for {duration(since)}{usual}: it has probably stopped, or waits for a site"
+        silence = f"nothing written for {duration(since)}{usual}: it waits for a site, or hangs"
     elif status == "running" and seconds:
         estimate = statistics.fmean(seconds[-_RECENT:]) * (rounds - run.summary.rounds) - since
         left = estimate if estimate > 0 else None

@@ -75,18 +75,17 @@ def site_model(folder: RunFolder, state: Path, client: int | None = None) -> Per
 
 def personal_model(folder: RunFolder, client: int) -> PersonalModel:
     """The model of a client: the server's arrays of the last checkpoint, and the arrays that the client keeps."""
-    saved = folder.checkpoint.clients() if folder.checkpoint.path.exists() else ()
-    states = [state for _, state in sorted(saved, key=lambda pair: pair[0])]
-    if not states:
+    nodes = folder.checkpoint.nodes()
+    if not nodes:
         raise UserError(
             f"{str(folder.path)!r} has no clients' models in a checkpoint: it has none yet, or the nodes store them. "
             "At a site with a state folder: fedbn model, or model(state='/srv/fedbn-state')"
         )
-    if not 0 <= client < len(states):  # the local engine numbers its nodes by their partitions
-        raise UserError(f"there is no client {client}; the run has the clients 0 to {len(states) - 1}")
-    read = folder.checkpoint.read()
+    if not 0 <= client < len(nodes):  # the local engine numbers its nodes by their partitions
+        raise UserError(f"there is no client {client}; the run has the clients 0 to {len(nodes) - 1}")
+    ((_, state),), read = folder.checkpoint.clients([nodes[client]]), folder.checkpoint.read()
     arrays, rounds = _tensors(unpack(arrays_in(read.model)["arrays"])), (read.round, read.trained.get(client, 0))
-    return _personal(folder, arrays, states[client], client, rounds, folder.checkpoint.path)
+    return _personal(folder, arrays, state, client, rounds, folder.checkpoint.path)
 
 
 def _sent_to(folder: RunFolder, client: int, server_round: int) -> dict[str, Tensor]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,44 +39,54 @@ def make_run(folder: Path, status: Any, *, days: float, rounds: int = 10) -> Pat
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def runs(tmp_path: Path) -> Iterator[Path]:
     make_run(tmp_path / "old", "finished", days=40, rounds=3)
     make_run(tmp_path / "new", "finished", days=1, rounds=3)
     make_run(tmp_path / "stopped", "interrupted", days=40)
     make_run(tmp_path / "now", "running", days=0, rounds=1000)
-    make_run(tmp_path / "killed", "running", days=50)
-    return tmp_path
+    make_run(tmp_path / "waits", "running", days=50)
+    make_run(tmp_path / "killed", "running", days=0)
+    with RunFolder(tmp_path / "now").locked(), RunFolder(tmp_path / "waits").locked():
+        yield tmp_path
 
 
 def test_status_says_which_runs_still_write(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", str(runs), "--json"]) == 0
     found = {run["label"]: run for run in json.loads(capsys.readouterr().out)}
     assert {label: run["status"] for label, run in found.items()} == {
-        "old": "finished", "new": "finished", "stopped": "interrupted", "now": "running", "killed": "silent",
+        "old": "finished", "new": "finished", "stopped": "interrupted", "now": "running", "waits": "silent",
+        "killed": "interrupted",
     }  # fmt: skip
+    assert json.loads((runs / "killed" / "summary.json").read_text())["status"] == "running"
     now = found["now"]
     assert (now["round"], now["rounds"], now["clients"], now["clients_expected"]) == (3, 1000, 3, 4)
     assert 0 <= now["seconds_left"] <= 997 * 0.5
-    assert found["killed"]["seconds_left"] is None
+    assert found["waits"]["seconds_left"] is None
 
 
 def test_status_lists_the_last_changed_first(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", str(runs)]) == 0
     head, _, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "status", "round", "accuracy", "changed", "left"]
-    assert [Path(line.split()[0]).name for line in lines][:2] == ["now", "new"]
-    assert lines[1].split()[1:4] == ["finished", "3/3", "0.6000"]
+    assert [Path(line.split()[0]).name for line in lines][1:3] == ["now", "new"]
+    assert lines[2].split()[1:4] == ["finished", "3/3", "0.6000"]
 
 
 @pytest.mark.parametrize(
     ("minutes", "status", "says"),
-    [(1, "running", ""), (4, "silent", "nothing written for 4.0 min, and its longest round took 0.5 s: it has prob")],
+    [(1, "running", ""), (4, "silent", "nothing written for 4.0 min, and its longest round took 0.5 s: it waits")],
 )
 def test_a_run_that_does_not_write_looks_stopped(
-    minutes: float, status: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    minutes: float,
+    status: str,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its rounds took half a second; after an outage of the SuperLink its status in the folder stays "running"."""
+    """Its rounds took half a second, and the file system may have no locks."""
     make_run(tmp_path / "run", "running", days=minutes / 60 / 24)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.stat("/dev/null/missing"))
     assert cli.main(["status", str(tmp_path)]) == 0
     _, _, line, *more = capsys.readouterr().out.splitlines()
     assert line.split()[1] == status
@@ -90,7 +102,7 @@ def test_status_names_the_folders_that_it_cannot_read(runs: Path, capsys: pytest
     (runs / "old" / "summary.json").write_text("{")
     assert cli.main(["status", str(runs), "--json"]) == 0
     printed = capsys.readouterr()
-    assert {run["label"] for run in json.loads(printed.out)} == {"new", "stopped", "now", "killed"}
+    assert {run["label"] for run in json.loads(printed.out)} == {"new", "stopped", "now", "waits", "killed"}
     assert printed.err == f"not shown, because the files are damaged or not of a run: {runs / 'old'}\n"
 
 

@@ -27,6 +27,7 @@ from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.strategies import FedAvg
+from tests.support.command import ROOT, python
 from tests.support.records import content
 
 Handler = Callable[[Message, Context], Any]
@@ -134,6 +135,27 @@ def test_a_state_follows_its_node_to_every_worker() -> None:
         for round in range(1, 7):  # three nodes on two workers change places
             assert metrics(grid.send_and_receive([to(n) for n in (1, 2, 3)]), "count") == [round] * 3
             assert [grid.contexts()[n].state["had"]["count"] for n in (1, 2, 3)] == [round] * 3
+
+
+def test_workers_leave_a_signal_to_the_whole_job_to_their_parent() -> None:
+    """A queue sends SIGTERM to every process of a job; the round must end as after Ctrl-C."""
+    with LocalGrid(app_of(who), 1, workers=1) as grid:
+        (worker,) = metrics(grid.send_and_receive([to(1)]), "process")
+        os.kill(worker, signal.SIGTERM)
+        assert metrics(grid.send_and_receive([to(1)]), "process") == [worker]
+
+
+UNCLOSED = """
+from fedbn_flwr import LocalGrid
+from tests.unit.engines.test_local_grid import app_of, to, who
+
+grid = LocalGrid(app_of(who), 1, workers=1)
+print(len(list(grid.send_and_receive([to(1)]))))
+"""
+
+
+def test_a_grid_that_is_not_closed_does_not_keep_its_process_from_ending() -> None:
+    assert python(UNCLOSED, cwd=ROOT).stdout == "1\n"
 
 
 def test_two_messages_to_a_node_are_handled_in_their_order() -> None:

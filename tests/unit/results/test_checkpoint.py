@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,23 @@ def test_ten_thousand_clients_are_written_and_read_one_at_a_time(tmp_path: Path)
         assert number == node
         assert records.array_records["own"]["n"].numpy()[-1] == node
     assert number == 9_999
+
+
+def test_a_checkpoint_is_read_one_client_at_a_time(tmp_path: Path) -> None:
+    size, file = 2**20, CheckpointFile(tmp_path / "checkpoint")
+    state = RecordDict({"own": pack({"n": np.zeros(size, np.uint8)})})
+    file.write(snapshot(1), ((node, state) for node in range(30)))
+    tracemalloc.start()
+    try:
+        assert file.read().round == 1
+        assert file.nodes() == list(range(30))
+        for _ in file.clients():
+            pass
+        ((node, _),) = file.clients([7])
+        assert node == 7
+        assert tracemalloc.get_traced_memory()[1] < 6 * size  # of a client: file, tensors, arrays
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("how", ["changed", "cut"])
