@@ -129,18 +129,8 @@ def layouts() -> Table:
     return ("network", *norms), [(case, *(ratios.get(norm, "-") for norm in norms)) for case, ratios in found.items()]
 
 
-def at_once() -> Table:
-    """FedTAN's first steps one by one and at once."""
-    found, rows = figures("fedtan-at-once.txt"), list[Row]()
-    for title, (by_one, *_) in found.items():
-        if f"{title}, at once" in found:
-            case = title.partition(", ")[2]
-            rows.append((case, by_one.spread, found[f"{title}, at once"][0].spread))
-    return ("clients and images", "one by one", "at once"), rows
-
-
 def gpu() -> Table:
-    """What benchmarks.speed, benchmarks/gpu_step.py and benchmarks/gpu_lanes.py printed on a GPU."""
+    """What benchmarks.speed and benchmarks/gpu_step.py printed on a GPU."""
     rows: list[Row] = [(name, f"{each[0].spread} times") for name, each in figures("gpu.txt").items()]
     text = (RESULTS / "performance" / "gpu.txt").read_text(encoding="utf-8")
     rounds = re.findall(r"(?m)^rounds, (plain|recorded, .*(?:at once|one run)): (.+)$", text)
@@ -149,10 +139,6 @@ def gpu() -> Table:
     step = re.search(r"(?m)^step: plain ([\d.]+), recorded ([\d.]+)", text)
     assert step
     rows += [("step of ResNet-20, batch 20, plain", f"{step[1]} ms"), ("the same, recorded", f"{step[2]} ms")]
-    for each in map(json.loads, re.findall(r'(?m)^{"clients".+$', text)):
-        if each["clients"] in (2, 5):
-            at_once = f"steps per second of {each['clients']} clients at once / one by one"
-            rows.append((at_once, f"{each['times']} times"))
     return ("measurement", "median (minimum to maximum)"), rows
 
 
@@ -404,7 +390,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results memory": memory,
     "results compiled": compiled,
     "results layouts": layouts,
-    "results at once": at_once,
     "results gpu": gpu,
     "results rivals": rivals,
     "results hostile": hostile,

@@ -37,7 +37,7 @@ class Epochs:
 def engine(processes: int, clients_at_once: bool) -> dict[str, Any]:
     if not clients_at_once:
         return {"workers": processes, "threads": 1}
-    pool = importlib.import_module("fedbn_flwr.extensions.together.nested")
+    pool = importlib.import_module("fedbn_flwr.extensions.together.parked")
     return {"threads": 1, "pool": functools.partial(pool.TogetherPool, most=CLIENTS)}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,6 @@ from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.extensions.together.parked import CohortPool
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg, FedTAN
@@ -115,8 +113,8 @@ def compiled(options: Options) -> Iterator[Figure]:
             yield figure(f"the compiled bare loop / bare loop, batch {batch}, {name}", ratios, "x")
 
 
-def _iterations(options: Options, clients: int, batch: int) -> tuple[list[float], list[float]]:
-    """How many times as long as plain passes FedTAN's rounds of one step take, with clients one by one and at once."""
+def _iterations(options: Options, clients: int, batch: int) -> list[float]:
+    """How many times as long as plain passes FedTAN's rounds of one step take."""
     device = options.device
     data = random_images(clients * batch, device)
     batches = [
@@ -138,14 +136,11 @@ def _iterations(options: Options, clients: int, batch: int) -> tuple[list[float]
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    app, pools = client_app(make_client), (None, partial(CohortPool, most=clients))
-    grids = [LocalGrid(app, clients, pool=pool) for pool in pools]
-    ways = [rounds_of(FedTAN(min_available_nodes=clients, min_batch=1), grid, plain) for grid in grids]
-    for way in (*ways, *ways, passes):
+    strategy = FedTAN(min_available_nodes=clients, min_batch=1)
+    one_round = rounds_of(strategy, LocalGrid(client_app(make_client), clients), plain)
+    for way in (one_round, one_round, passes):
         way()
-    taken = [(seconds(passes), [seconds(way) for way in ways]) for _ in range(options.repeats)]
-    by_one, at_once = ([each[way] / one for one, each in taken] for way in (0, 1))
-    return by_one, at_once
+    return [1 / seconds(passes) * seconds(one_round) for _ in range(options.repeats)]
 
 
 def fedtan(options: Options) -> Iterator[Figure]:
@@ -154,9 +149,7 @@ def fedtan(options: Options) -> Iterator[Figure]:
     device = options.device
     for clients, batch, goal in ((5, 128, 1.1), (5, 20, None), (10, 20, None)):
         what = f"FedTAN iteration / plain passes, {clients} clients, batch {batch}"
-        by_one, at_once = _iterations(options, clients, batch)
-        yield figure(what, by_one, "x", most=goal)
-        yield figure(f"{what}, at once", at_once, "x")
+        yield figure(what, _iterations(options, clients, batch), "x", most=goal)
     if device.type != "cpu" or options.workers < 2:
         return
     clients, models = 5, [resnet20(device) for _ in range(5)]

@@ -41,7 +41,18 @@ from .losses import default_loss
 from .node_state import LOCAL_ARRAYS, NodeState, client_number, partition_metric, round_of, run_of
 from .optimizers import OptimizerSpec
 from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, as_tested, in_order, rules_for
-from .training import TRAINER, Epochs, Recipe, Trained, Training, count_examples, epoch_of, local_batches, reseed
+from .training import (
+    TRAINER,
+    Epochs,
+    Recipe,
+    Repeatable,
+    Trained,
+    Training,
+    count_examples,
+    epoch_of,
+    local_batches,
+    reseed,
+)
 
 TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
 
@@ -344,10 +355,15 @@ class BNClient(NumPyClient):
 
     def _training(self, local: LocalRound, rules: Sequence[ClientRule]) -> Training:
         """What the round's training needs; the model is loaded."""
-        config, number = local.config, round_of(local.config)
-        pairs: Iterable[Batch] = self._pairs(self.recipe.batches(self.train_data, number))
-        for rule in rules:
-            pairs = rule.batches(pairs)
+        config, number, seed = local.config, round_of(local.config), self._seed("model", local.config)
+
+        def batches() -> Iterable[Batch]:
+            reseed(self.train_data, seed)
+            pairs: Iterable[Batch] = self._pairs(self.recipe.batches(self.train_data, number))
+            for rule in rules:
+                pairs = rule.batches(pairs)
+            return self._formatted(pairs, rules)
+
         frozen = frozenset[Role]().union(*(rule.frozen for rule in rules))
         trained = {name: tensor for name, tensor in self._tensors.trained.items() if self.roles.get(name) not in frozen}
         self._tensors.train()
@@ -361,11 +377,10 @@ class BNClient(NumPyClient):
                 "the strategy computes the gradient of a round's first step with exchanges, and this client makes no "
                 "step; expected epochs or steps above zero"
             )
-        batch_size, seed = getattr(self.train_data, "batch_size", None), self._seed("model", config)
-        reseed(self.train_data, seed)
+        batch_size = getattr(self.train_data, "batch_size", None)
         return Training(
             model=self.model,
-            batches=self._formatted(pairs, rules),
+            batches=Repeatable(batches),
             optimizer=local.optimizer,
             loss=self.loss,
             device=self._tensors.device,

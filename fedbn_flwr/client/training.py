@@ -167,6 +167,16 @@ class Recipe:
         return part("passes", "compiled")(gradient, batch_size) if self.compile and not plain else gradient
 
 
+@dataclass(frozen=True)
+class Repeatable:
+    """An iterable that begins anew each time, so that a round which could not train with others can train alone."""
+
+    make: Callable[[], Iterable[Batch]]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.make())
+
+
 @dataclass(eq=False)
 class Training:
     """A client's round between loading the model and replying: all that its training needs, and nothing of Flower.
@@ -176,7 +186,7 @@ class Training:
     model, device
         The model, in training mode and with the values that the round begins with, and where it is.
     batches
-        Pairs (inputs, targets); one step each.
+        Pairs (inputs, targets); one step each. With the same seed, every iteration has the same ones.
     optimizer
         Has the parameters that train, by name (none of the roles `frozen`), and may clip the gradients.
     rules

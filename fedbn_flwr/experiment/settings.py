@@ -365,10 +365,8 @@ class Engine(Section):
         Annotated[int, Field(ge=1)] | Literal["auto"], expects("a number of clients above 0, or 'auto'")
     ] = setting(
         1,
-        "clients that one process trains at once: on a CPU only [small networks](performance.md#small-networks) of "
-        "linear layers, and FedTAN's first steps, whose results then differ in the last bits; "
-        "[on a GPU](performance.md#on-a-gpu) any network without dropout. `auto`: ten, if that is faster on this "
-        "machine's CPU",
+        "clients that one process trains at once: only [small networks](performance.md#small-networks) of linear "
+        "layers, whose results then differ in the last bits. `auto`: ten, if that is faster on this machine's CPU",
     )
     timeout: float = setting(
         3600,

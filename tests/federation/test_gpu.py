@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,6 @@ from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.extensions.compiled import graphs
 from fedbn_flwr.extensions.compiled.graphs import Recording
 from fedbn_flwr.extensions.compiled.passes import uncompiled
-from fedbn_flwr.extensions.together import nested
-from fedbn_flwr.extensions.together.lanes import Lane, train_lanes
-from fedbn_flwr.extensions.together.parked import CohortPool
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
@@ -75,10 +71,8 @@ def images(device: torch.device) -> Examples:
     return Examples(pixels, torch.randint(0, 10, (60,), generator=generator)).to(device)
 
 
-def federate(
-    strategy: Any, device: torch.device, rounds: int = 3, at_once: int = 1, **how: Any
-) -> dict[str, torch.Tensor]:
-    """The model after some rounds of three clients, of which `at_once` train at the same time."""
+def federate(strategy: Any, device: torch.device, rounds: int = 3, **how: Any) -> dict[str, torch.Tensor]:
+    """The model after some rounds of three clients."""
     torch.manual_seed(0)
     model = build_model("resnet20", 10, "bn")
     first = pack(initial_arrays(model))
@@ -98,8 +92,7 @@ def federate(
         )
         return BNClient(parts, batches, lr=0.02, momentum=0.9, epochs=2, context=context, **how)
 
-    together = {"pool": partial(CohortPool, most=at_once)} if at_once > 1 else {}
-    grid = LocalGrid(client_app(make_client), 3, **together)
+    grid = LocalGrid(client_app(make_client), 3)
     result = strategy.start(grid, first, num_rounds=rounds, train_config=ConfigRecord())
     return {key: torch.from_numpy(value.copy()).double() for key, value in unpack(result.arrays).items()}
 
@@ -148,26 +141,6 @@ def test_recorded_training_is_plain_training(rule: str, made: list[Recording]) -
     close(plain, recorded, 1e-9)
     # One for all clients and rounds, and another one of frozen layers; FedTAN's three clients have a model each.
     assert len(made) == {"FixBN": 2, "FedTAN": 3}.get(rule, 1)
-    assert not uncompiled
-
-
-@pytest.mark.usefixtures("_float64")
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("rule", RULES)
-def test_clients_at_once_are_clients_one_by_one(rule: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    groups: list[int] = []
-
-    def noted(lanes: Sequence[Lane]) -> None:
-        train_lanes(lanes)
-        groups.extend([len(lanes)] if lanes and all(lane.trained for lane in lanes) else [])
-
-    monkeypatch.setattr(nested, "train_lanes", noted)
-    one_by_one = federate(RULES[rule](), GPU, 2, compile=compile)
-    # For FedTAN's first steps cuDNN may choose other kernels, whose rounding errors grow.
-    within = 1e-6 if rule == "FedTAN" else 1e-9
-    close(one_by_one, federate(RULES[rule](), GPU, 2, at_once=3, compile=compile), within)
-    assert groups == [3, 3]
     assert not uncompiled
 
 

@@ -8,6 +8,7 @@ import torch
 
 from fedbn_flwr.client.optimizers import make_optimizer
 from fedbn_flwr.client.training import Training, backpropagate
+from fedbn_flwr.errors import log_once
 from fedbn_flwr.exchange.step import LayerwiseStep, no_exchange
 from fedbn_flwr.extensions import part
 
@@ -19,14 +20,25 @@ _WORKERS = 4  # worker processes that are about as fast as ten clients at once
 
 
 def clients_at_once(parts: Parts) -> int:
-    number = best_at_once(parts)
-    return 1 if parts.run.engine.together == "auto" and number > 1 and why_one(parts) is not None else number
+    """The number of clients that train at once; the log says if it could be larger."""
+    asked, best = parts.run.engine.together, best_at_once(parts)
+    if asked not in (1, "auto"):
+        return best
+    if best == 1 or why_one(parts) is not None:
+        return 1
+    if asked == "auto":
+        return best
+    log_once(
+        f"the clients' network is small, so {best} of them would train faster at once: set engine.together=auto, which "
+        "changes the last bits of the results"
+    )
+    return 1
 
 
 def best_at_once(parts: Parts) -> int:
-    """The number that the run sets or, for "auto", the fastest one if the clients can train at once (`why_one`)."""
+    """The number that the run sets or, by default and for "auto", the fastest one if clients can train at once."""
     engine = parts.run.engine
-    if engine.together != "auto":
+    if engine.together != "auto" and engine.together > 1:
         return engine.together
     workers_are_faster = engine.name != "local" or engine.workers not in (0, "auto") or workers_of(parts.run) > _WORKERS
     return 1 if workers_are_faster or parts.device.type != "cpu" else min(_BEST, parts.run.clients)

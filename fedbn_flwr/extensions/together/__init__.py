@@ -1,3 +1,3 @@
-"""Trains several clients at once in one process, where their networks are small, or on a GPU."""
+"""Trains several clients with small networks at once in one process."""
 
-PARTS = {"pools": {"together": "parked:CohortPool", "problem": "nested:problem"}}
+PARTS = {"pools": {"together": "parked:TogetherPool", "problem": "groups:problem"}}

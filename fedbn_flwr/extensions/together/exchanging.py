@@ -21,76 +21,46 @@ from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import Exchanges, LayerwiseStep, normalise
 from fedbn_flwr.messages.aggregate import Arrays
 
-from .gradients import Backward, batch_norm, by_autograd
-from .trace import Computation, Network
+from .stacked import batch_norm
+from .trace import Network
 
 Batches = Sequence[tuple[Tensor, Tensor]]  # one batch of each client
 Ask = Callable[[Sequence[Contribution]], Agreement]  # exchanges the contributions of all clients
 
 
-class SeveralExchanges(Exchanges):
-    """The exchanges of clients with a batch each, which have their own `steps`; `ask` exchanges all contributions."""
+class CohortExchanges(Exchanges):
+    """The exchanges of clients with a batch each, which have their own `steps`; `ask_all` exchanges for all."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        steps: Sequence[LayerwiseStep],
-        batches: Batches,
-        ask: Ask,
-        batch: int,
-    ) -> None:
-        self.steps, self.batches, self._ask = steps, batches, ask
+    def __init__(self, model: nn.Module, steps: Sequence[LayerwiseStep], batches: Batches, ask_all: Ask) -> None:
+        self.steps, self.batches, self._ask_all = steps, batches, ask_all
         self.sizes = [len(inputs) for inputs, _ in batches]
-        super().__init__(steps[0], batch, steps[0].count_exchanges(model, batches[0][0]))
-
-    def ask_all(self, kind: str, values: int, rows: Arrays) -> Agreement:
-        """Exchange tensors with a row for each client; `values` are those of a channel in `self.batch` examples."""
-        return self._ask(
-            [
-                Contribution(
-                    kind, {name: value[place] for name, value in rows.items()}, size, values // self.batch * size,
-                    self.left, step.examples, step.partition,
-                )
-                for place, (step, size) in enumerate(zip(self.steps, self.sizes, strict=True))
-            ]
-        )  # fmt: skip
-
-
-class CohortExchanges(SeveralExchanges):
-    """The exchanges of clients whose channels are side by side."""
-
-    def __init__(self, model: nn.Module, steps: Sequence[LayerwiseStep], batches: Batches, ask: Ask) -> None:
-        super().__init__(model, steps, batches, ask, max(len(inputs) for inputs, _ in batches))
+        super().__init__(steps[0], max(self.sizes), steps[0].count_exchanges(model, batches[0][0]))
         self._sizes = torch.tensor(self.sizes)
         places = torch.arange(self.batch).unsqueeze(1)
         # [examples, clients]: whether it is an example of the client; None if all are.
         self._real = None if self._sizes.eq(self.batch).all() else places < self._sizes
 
-    @torch.enable_grad()
-    def loss_and_gradients(
-        self, network: Network, tensors: Tensors, names: Sequence[str], loss_fn: Loss
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Each client's loss, and the gradients of the (shaped) tensors with these names that have one."""
+    def losses(self, network: Network, tensors: Tensors, loss_fn: Loss) -> Tensor:
+        """Each client's loss; computes the gradients of the tensors that need one."""
         inputs, targets = zip(*self.batches, strict=True)
-        compute = Computation(network, tensors, names, {nn.BatchNorm1d: self._layer})
-        outputs, gradients = compute(pad_sequence([*inputs], batch_first=True))
-        outputs = outputs.detach().requires_grad_()
-        losses = torch.stack([loss_fn(own[: len(y)], y) for own, y in zip(outputs, targets, strict=True)])
-        (of_outputs,) = torch.autograd.grad(losses, outputs, torch.ones_like(losses))
-        by_name = gradients(of_outputs)
+        compute = network.computation(tensors, {nn.BatchNorm1d: self._layer})
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            outputs = compute(pad_sequence([*inputs], batch_first=True))
+            losses = torch.stack([loss_fn(own[: len(y)], y) for own, y in zip(outputs, targets, strict=True)])
+            losses.sum().backward()
         self.finish()
-        return losses.detach(), by_name
+        return losses.detach()
 
-    def _layer(self, module: nn.BatchNorm1d, tensors: Tensors, x: Tensor) -> tuple[Tensor, Backward]:
-        return by_autograd(self._norm, module, tensors, x) if module.training else batch_norm(module, tensors, x)
-
-    def _norm(self, module: nn.BatchNorm1d, tensors: Tensors, x: Tensor) -> Tensor:
+    def _layer(self, module: nn.BatchNorm1d, tensors: Tensors, x: Tensor) -> Tensor:
         """x [clients, examples, channels, ...]"""
+        if not module.training:
+            return batch_norm(module, tensors, x)
         if self._real is not None:
             x = x * self._real.T.view(*x.shape[:2], *[1] * (x.ndim - 2))
         absent = dict.fromkeys(("weight", "bias", "running_mean", "running_var"))
         own = {"momentum": module.momentum, "eps": module.eps, "_check_input_dim": module._check_input_dim}
-        layer: Any = SimpleNamespace(**{**absent, **own, **tensors})  # what `normalise` reads and updates
+        flat = {name: tensor.flatten() for name, tensor in tensors.items()}
+        layer: Any = SimpleNamespace(**{**absent, **own, **flat})  # what `normalise` reads and updates
         folded = x.transpose(0, 1)
         return normalise(self, layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
 
@@ -109,6 +79,16 @@ class CohortExchanges(SeveralExchanges):
         return values.repeat_interleave(channels // len(self.steps), dim)
 
     def ask(self, kind: str, values: int, own: Arrays) -> Agreement:
-        agreement = self.ask_all(kind, values, {n: value.reshape(len(self.steps), -1) for n, value in own.items()})
+        """Exchange the channels of all clients; `values` are those of a channel in `self.batch` examples."""
+        rows = {name: value.reshape(len(self.steps), -1) for name, value in own.items()}
+        agreement = self._ask_all(
+            [
+                Contribution(
+                    kind, {name: value[place] for name, value in rows.items()}, size, values // self.batch * size,
+                    self.left, step.examples, step.partition,
+                )
+                for place, (step, size) in enumerate(zip(self.steps, self.sizes, strict=True))
+            ]
+        )  # fmt: skip
         tiled = {name: np.tile(value, len(self.steps)) for name, value in agreement.tensors.items()}
         return replace(agreement, tensors=tiled)

@@ -2,49 +2,57 @@
 
 Rounds with equal networks, losses, optimisers and client rules form a group, and a group takes a step in one pass.
 Clients may have different numbers and shapes of batches: in each pass, the clients whose next batches have the same
-shape take their steps. Clients are independent, so this does not change the results.
+shape take their steps. Clients are independent, so this changes their results by rounding only.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.losses import cross_entropy
 from fedbn_flwr.client.optimizers import SGD
 from fedbn_flwr.client.rule import ClientRule, Memo, Tensors
-from fedbn_flwr.client.training import Trained, Training, backpropagate, begun
+from fedbn_flwr.client.training import Trained, Training, backpropagate, begun, train
+from fedbn_flwr.errors import log_once
+from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
 from fedbn_flwr.models.identity import identity
+from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
 from .exchanging import CohortExchanges
-from .gradients import loss_and_gradient
-from .trace import Computation, Network, network_of
-from .waiting import AskAll, Waiting, leave_alone
+from .stacked import losses_of
+from .trace import Network, network_of
 
 MOMENTUM = "momentum_buffer"
+_OPTIONS = ("lr", "momentum", "weight_decay", "nesterov")
 _DRAWS = "a client rule or the loss draws random numbers; set `trains_alone` in such a rule"
+Batches = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
-class Row(Waiting):
-    """A round of a group."""
+class Row:
+    """A loaded round, with a copy of the values of its network, which other clients may use meanwhile."""
 
+    training: Training
     network: Network
     tensors: dict[str, Tensor]  # all tensors of the model, by name
-    batches: list[tuple[Tensor, Tensor]]
+    batches: Batches
     momentum: dict[str, Tensor] = field(init=False)  # the optimiser's momentum, by the names of parameters
-    memos: list[Memo] = field(init=False, default_factory=list)  # what the client rules remember, after `begin`
+    memos: list[Memo] = field(init=False)  # what the client rules remember
+    trained: Trained | None = field(default=None, init=False)  # along with others; None if it must train alone
+
+    def __post_init__(self) -> None:
+        self._rules = [dict(vars(rule)) for rule in self.training.rules]
 
     @functools.cached_property
     def shapes(self) -> Sequence[tuple[torch.Size, torch.Size]]:
@@ -60,7 +68,7 @@ class Row(Waiting):
         """What rows must have in common to train in one group."""
         training, step = self.training, self.training.first_step
         group = training.optimizer.torch.param_groups[0]
-        options = tuple((name, group[name]) for name in ("lr", "momentum", "weight_decay", "nesterov"))
+        options = tuple((name, group[name]) for name in _OPTIONS)
         rules = tuple(
             (type(rule), *((key, str(rule.local.config.get(key))) for key in rule.keys if key not in rule.may_differ))
             for rule in training.rules
@@ -74,30 +82,44 @@ class Row(Waiting):
         return (
             self.network.description, tuple(training.optimizer.parameters), first.dtype, first.device,
             identity(training.loss), training.frozen, training.optimizer.clip, options, rules, exchanges,
-            self.remembered,
         )  # fmt: skip
 
-    @property
-    def remembered(self) -> Hashable:
-        """The names of what the client rules remember; in a client's first round a rule may remember less."""
-        return tuple((number, key, *tensors) for number, memo in enumerate(self.memos) for key, tensors in memo.items())
-
-    def begin(self) -> None:
-        """Begin the client rules and the momentum; if the first step exchanges, after its exchanges."""
-        training = self.training
-        self.memos = [begun(rule, training.optimizer.parameters) for rule in training.rules]
-        state, self.momentum = training.optimizer.torch.state, {}
-        if training.optimizer.torch.param_groups[0]["momentum"]:
-            for name, parameter in training.optimizer.parameters.items():
-                before = state.get(parameter, {}).get(MOMENTUM)
+    def begin(self, tensors: Tensors, gradients: Tensors) -> None:
+        """Begin the client rules and the momentum, with the model after the first batch's gradients."""
+        optimizer = self.training.optimizer
+        if self.training.rules:
+            self._load(tensors)
+            for name, parameter in optimizer.parameters.items():
+                parameter.grad = gradients.get(name)
+        self.memos = [begun(rule, optimizer.parameters) for rule in self.training.rules]
+        optimizer.zero_grad()
+        self.momentum = {}
+        if optimizer.torch.param_groups[0]["momentum"]:
+            for name, parameter in optimizer.parameters.items():
+                before = optimizer.torch.state.get(parameter, {}).get(MOMENTUM)
                 self.momentum[name] = torch.zeros_like(parameter) if before is None else before.clone()
 
     @torch.no_grad()
-    def restore(self) -> None:
-        torch._foreach_copy_([*self.network.tensors().values()], [*self.tensors.values()])
-        if self.trained is not None and self.momentum:  # else the optimiser is as the rules left it
-            for name, parameter in self.training.optimizer.parameters.items():
-                self.training.optimizer.torch.state[parameter][MOMENTUM] = self.momentum[name]
+    def _load(self, tensors: Tensors) -> None:
+        """Give the network, which other clients may have used, these values."""
+        torch._foreach_copy_([*self.network.tensors().values()], [*tensors.values()])
+
+    def forget(self) -> None:
+        """Let the round train alone, from its beginning."""
+        self.trained = None
+        for rule, attributes in zip(self.training.rules, self._rules, strict=True):
+            vars(rule).clear()
+            vars(rule).update(attributes)
+
+    def finished(self) -> Trained:
+        """The result, with its values in the network."""
+        self._load(self.tensors)
+        if self.trained is None:
+            return train(self.training)
+        optimizer = self.training.optimizer
+        for name, momentum in self.momentum.items():
+            optimizer.torch.state[optimizer.parameters[name]][MOMENTUM] = momentum
+        return self.trained
 
 
 @torch.no_grad()
@@ -106,26 +128,15 @@ def row_of(training: Training) -> Row | str:
     if isinstance(network := network_for(training), str):
         return network
     with seeding.streams(training.seed, training.device):
-        return _loaded(training, network)
-
-
-def _loaded(training: Training, network: Network) -> Row | str:
-    training.batches = batches = list(training.batches)
+        batches = [*training.batches]
     kinds = set(map(type, itertools.chain.from_iterable(batches)))
     if not kinds or not all(issubclass(kind, Tensor) for kind in kinds):
         return "it has no batches, or their inputs or targets are several tensors"
-    labels = [y for _, y in batches if y.ndim == 1]
-    if training.loss is cross_entropy and labels and torch.cat(labels).lt(0).any():
-        return "some labels are ignored"  # on a GPU, `loss_and_gradient` would end the process
     if batches[0][0].device != training.device:
-        training.batches = batches = [(x.to(training.device), y.to(training.device)) for x, y in batches]
-    row = Row(training, network, {name: tensor.clone() for name, tensor in network.tensors().items()}, batches)
+        batches = [(x.to(training.device), y.to(training.device)) for x, y in batches]
     if isinstance(step := training.first_step, LayerwiseStep):
         check_batch(len(batches[0][0]), min_batch=step.min_batch, own_min_batch=step.own_min_batch)
-        return row
-    before = seeding.drawn(training.device) if training.rules else None  # without rules nothing draws
-    row.begin()
-    return _DRAWS if training.rules and seeding.drawn(training.device) != before else row
+    return Row(training, network, {name: tensor.clone() for name, tensor in network.tensors().items()}, batches)
 
 
 def network_for(training: Training) -> Network | str:
@@ -153,6 +164,11 @@ def network_for(training: Training) -> Network | str:
     return network_of(training.model)
 
 
+def problem(training: Training) -> str | None:
+    """Why this client must train alone, as far as it shows before its batches are loaded, or None."""
+    return network if isinstance(network := network_for(training), str) else None
+
+
 def train_rows(rows: Sequence[Row]) -> None:
     """Train the rows, all of one kind at once; the only row of a kind trains in `finished`."""
     groups: dict[Hashable, list[Row]] = {}
@@ -166,11 +182,21 @@ def train_rows(rows: Sequence[Row]) -> None:
                 leave_alone(group, error)
 
 
-def train_rows_exchanging(rows: Sequence[Row], ask: AskAll) -> None:
+AskAll = Callable[[Mapping[Row, Contribution]], Agreement]  # exchanges the contributions of all rows
+
+
+def train_exchanging(rows: Sequence[Row], ask: AskAll) -> None:
     """Train rows whose first steps exchange, all at once; `ask` does an exchange."""
     if len({row.kind for row in rows}) > 1:
         raise ValueError("the clients' networks, losses, optimisers or client rules differ")
     _Group(rows).train(ask)
+
+
+def leave_alone(rows: Sequence[Row], error: Exception) -> None:
+    """Let these train alone. One client's data may be the cause of the error: then only that client fails."""
+    log_once(f"training several clients at once has failed, so each trains alone: {in_a_line(error)}")
+    for row in rows:
+        row.forget()
 
 
 class _Group:
@@ -185,13 +211,18 @@ class _Group:
         ]
         self.tensors = _stacked([row.tensors for row in self.rows])
         self.total = torch.zeros(len(rows), dtype=torch.float64, device=self.training.device)
+        self.taken = [0] * len(rows)  # of each row, the number of batches whose gradients have been computed
 
     @torch.no_grad()
     def train(self, ask: AskAll | None = None) -> None:
         """Train the rows, unless random numbers are drawn, which must depend on each client alone."""
-        with seeding.preserve_rng():
+        # Statistics that are frozen are not updated; parameters that are frozen are not the optimiser's.
+        frozen = self.training.frozen & {Role.STATISTICS}
+        with seeding.preserve_rng(), frozen_norm(self.training.model, frozen) if frozen else nullcontext():
             before = seeding.drawn(self.training.device)
-            self._train(ask)
+            self._first_step(ask)
+            while runs := self._runs():
+                self._run(max(runs, key=lambda run: run.stop - run.start))  # the first of the longest
             if seeding.drawn(self.training.device) != before:
                 raise NotImplementedError(_DRAWS)
         for place, (row, total) in enumerate(zip(self.rows, self.total.tolist(), strict=True)):
@@ -199,89 +230,100 @@ class _Group:
             memos = [_memo_at(place, memo) for memo in self.memos]
             row.trained = Trained(total / row.examples, row.shapes[0][0][0], len(row.batches), memos)
 
-    def _train(self, ask: AskAll | None) -> None:
-        gradients = None if ask is None else self._exchanged(ask)
+    def _first_step(self, ask: AskAll | None) -> None:
+        everyone = slice(len(self.rows))
+        w = self._leaves(everyone)
+        if ask is None:
+            with torch.enable_grad():
+                for run in self._runs():
+                    self._compute_gradients(run, _at(run, w))
+        else:
+            self._exchange(w, ask)
+        for place, row in enumerate(self.rows):
+            g = {name: value.grad[place] for name, value in w.items() if value.grad is not None}
+            row.begin(_at(place, self.tensors), g)
         self.momentum = _stacked([row.momentum for row in self.rows])
-        of_rules = zip(*(row.memos for row in self.rows), strict=True)  # of each rule, the memos of all rows
-        self.memos = [{key: _stacked([memo[key] for memo in memos]) for key in memos[0]} for memos in of_rules]
-        self.taken = [0 if gradients is None else 1] * len(self.rows)  # each row's number of steps
-        if gradients is not None:
-            self._step(self.rows, self._trained(self.tensors), gradients, self.momentum, self.memos)
-        # Statistics that are frozen are not updated; parameters that are frozen are not the optimiser's.
-        frozen = self.training.frozen & {Role.STATISTICS}
-        with frozen_norm(self.training.model, frozen) if frozen else nullcontext():
-            while steps := self._next():
-                self._run(*steps)
+        self.memos = [_stacked_memo(memos) for memos in zip(*(row.memos for row in self.rows), strict=True)]
+        self._step(everyone, w, self._optimizer(everyone, w), self.memos)
 
-    def _next(self) -> tuple[slice, int] | None:
-        """The rows to train next (as many as possible with batches of one shape), and the number of steps."""
-        # Of each row: the shapes of the batches that it has not trained yet.
-        left = [row.shapes[number:] for row, number in zip(self.rows, self.taken, strict=True)]
-        first = itertools.groupby(range(len(left)), lambda place: left[place][:1])
-        runs = [[*run] for shapes, run in first if shapes]
-        if not runs:
-            return None
-        run = max(runs, key=len)  # the first of the longest
-        shape = left[run[0]][0]
-        steps = min(sum(1 for _ in itertools.takewhile(shape.__eq__, left[place])) for place in run)
-        return slice(run[0], run[-1] + 1), steps
-
-    def _exchanged(self, ask: AskAll) -> dict[str, Tensor]:
-        """The gradients of the first step, with its exchanges."""
-        training, batches = self.training, [row.batches[0] for row in self.rows]
+    def _exchange(self, w: Tensors, ask: AskAll) -> None:
+        """Compute the gradients of the first batches, with exchanges."""
         steps = [cast(LayerwiseStep, row.training.first_step) for row in self.rows]
         exchanges = CohortExchanges(
-            training.model, steps, batches, lambda contributions: ask(dict(zip(self.rows, contributions, strict=True)))
+            self.training.model,
+            steps,
+            [row.batches[0] for row in self.rows],
+            lambda contributions: ask(dict(zip(self.rows, contributions, strict=True))),
         )
-        shaped, names = self.network.shaped(self.tensors), [*training.optimizer.parameters]
-        losses, gradients = exchanges.loss_and_gradients(self.network, shaped, names, training.loss)
-        self.total.add_(losses * torch.tensor([len(inputs) for inputs, _ in batches]))
-        for row in self.rows:
-            row.restore()  # clients that share a model may have received different ones
-            row.begin()
-        if len({row.remembered for row in self.rows}) > 1:
-            raise ValueError("the client rules remember different tensors on different clients")
-        return {name: gradient.view_as(self.tensors[name]) for name, gradient in gradients.items()}
+        losses = exchanges.losses(self.network, {**self.tensors, **w}, self.training.loss)
+        self.total.add_(losses * torch.tensor(exchanges.sizes))
+        self.taken = [1] * len(self.rows)
 
-    def _run(self, place: slice, steps: int) -> None:
-        """Take this number of steps of the rows at `place`, whose batches have one shape."""
-        rows, tensors, momentum = self.rows[place], _at(place, self.tensors), _at(place, self.momentum)
-        w, memos = self._trained(tensors), [_memo_at(place, memo) for memo in self.memos]
-        compute = Computation(self.network, self.network.shaped(tensors), [*w])
-        losses: list[Tensor] = []
-        ahead = (row.batches[taken : taken + steps] for row, taken in zip(rows, self.taken[place], strict=True))
-        for batches in zip(*ahead, strict=True):
-            inputs, targets = map(torch.stack, zip(*batches, strict=True))
-            outputs, gradients = compute(inputs)
-            own, of_outputs = loss_and_gradient(self.training.loss, outputs, targets)
-            losses.append(own)
-            self._step(rows, w, gradients(of_outputs), momentum, memos)
-        means = torch.stack(losses).view(steps, len(rows), -1).mean(2, dtype=torch.float64).sum(0)
-        self.total[place].add_(means, alpha=inputs.shape[1])
-        self.taken[place] = [taken + steps for taken in self.taken[place]]
+    def _runs(self) -> list[slice]:
+        """Neighbours whose next batches have the same shape."""
+        shapes = [row.shapes[taken : taken + 1] for row, taken in zip(self.rows, self.taken, strict=True)]
+        runs = [[*run] for shape, run in itertools.groupby(range(len(shapes)), shapes.__getitem__) if shape]
+        return [slice(run[0], run[-1] + 1) for run in runs]
 
-    def _trained(self, tensors: Tensors) -> Tensors:
-        """Those of the tensors that are trained."""
-        return {name: tensors[name] for name in self.training.optimizer.parameters}
+    def _run(self, place: slice) -> None:
+        """Take the steps of these rows until one of them has no more batches of this shape."""
+        left = [row.shapes[taken:] for row, taken in zip(self.rows[place], self.taken[place], strict=True)]
+        steps = min(sum(1 for _ in itertools.takewhile(left[0][0].__eq__, shapes)) for shapes in left)
+        w, memos = self._leaves(place), [_memo_at(place, memo) for memo in self.memos]
+        optimizer = self._optimizer(place, w)
+        for _ in range(steps):
+            self._compute_gradients(place, w)
+            self._step(place, w, optimizer, memos)
 
-    def _step(self, rows: Sequence[Row], w: Tensors, g: Tensors, momentum: Tensors, memos: Sequence[Memo]) -> None:
-        """A step of rows with these tensors, along the gradients g after the client rules have changed them."""
-        optimizer = self.training.optimizer
+    def _leaves(self, place: slice) -> dict[str, Tensor]:
+        """The tensors of these rows that train; they share memory with `self.tensors`."""
+        names = self.training.optimizer.parameters
+        return {name: self.tensors[name][place].detach().requires_grad_() for name in names}
+
+    def _optimizer(self, place: slice, w: Tensors) -> SGD:
+        group = self.training.optimizer.torch.param_groups[0]
+        optimizer = SGD([*w.values()], **{name: group[name] for name in _OPTIONS})
+        for name, momentum in _at(place, self.momentum).items():
+            optimizer.state[w[name]][MOMENTUM] = momentum
+        return optimizer
+
+    @torch.enable_grad()
+    def _compute_gradients(self, place: slice, w: Tensors) -> None:
+        """Compute the gradients of w, the tensors of these rows that train, for their next batches."""
+        taken = self.taken[place]
+        batches = [row.batches[number] for row, number in zip(self.rows[place], taken, strict=True)]
+        inputs, targets = map(torch.stack, zip(*batches, strict=True))
+        compute = self.network.computation({**_at(place, self.tensors), **w})
+        losses = losses_of(self.training.loss, compute(inputs), targets)
+        losses.sum().backward()
+        self.total[place].add_(losses.detach(), alpha=inputs.shape[1])
+        self.taken[place] = [number + 1 for number in taken]
+
+    def _step(self, place: slice, w: Tensors, optimizer: SGD, memos: Sequence[Memo]) -> None:
+        """A step of these rows, after the client rules have changed their gradients."""
+        g = {name: value.grad for name, value in w.items() if value.grad is not None}
         for number in self.adjusting:
             rule, memo = self.training.rules[number], memos[number]
             if rule.elementwise:
                 rule.adjust(w, g, memo)
             else:
-                for place, row in enumerate(rows):
-                    row.training.rules[number].adjust(_at(place, w), _at(place, g), _memo_at(place, memo))
-        if optimizer.clip is not None:
-            _clip([*g.values()], optimizer.clip)
-        group = optimizer.torch.param_groups[0]
-        _sgd([w[name] for name in g], [*g.values()], [momentum[name] for name in g if name in momentum], group)
+                for own, row in enumerate(self.rows[place]):
+                    row.training.rules[number].adjust(_at(own, w), _at(own, g), _memo_at(own, memo))
+        if (most := self.training.optimizer.clip) is not None:
+            _clip([*g.values()], most)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _stacked(rows: Sequence[Tensors]) -> dict[str, Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _stacked_memo(memos: Sequence[Memo]) -> Memo:
+    """What a rule remembers of all rows; in a client's first round it may remember less."""
+    if len({tuple((key, *tensors) for key, tensors in memo.items()) for memo in memos}) > 1:
+        raise ValueError("the client rules remember different tensors on different clients")
+    return {key: _stacked([memo[key] for memo in memos]) for key in memos[0]}
 
 
 def _at(place: int | slice, stacked: Tensors) -> dict[str, Tensor]:
@@ -299,17 +341,3 @@ def _clip(gradients: Sequence[Tensor], most: float) -> None:
     factors = (most / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
     for each in gradients:
         each.mul_(factors.view(-1, *[1] * (each.ndim - 1)))
-
-
-def _sgd(w: list[Tensor], g: list[Tensor], momentum: list[Tensor], group: dict[str, Any]) -> None:
-    """A step of SGD, computed as in torch.optim.SGD; a buffer of zeros becomes the first gradient."""
-    if group["weight_decay"]:
-        torch._foreach_add_(g, w, alpha=group["weight_decay"])
-    if momentum:
-        torch._foreach_mul_(momentum, group["momentum"])
-        torch._foreach_add_(momentum, g)
-        if group["nesterov"]:
-            torch._foreach_add_(g, momentum, alpha=group["momentum"])
-        else:
-            g = momentum
-    torch._foreach_add_(w, g, alpha=-group["lr"])

@@ -6,7 +6,6 @@ import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +17,7 @@ from fedbn_flwr.client.rule import Tensors
 from fedbn_flwr.models.identity import hook_places, hooks_of, plain_attributes
 from fedbn_flwr.models.tensors import places_of
 
-from .gradients import LAYERS, RELU, Backward, Layer
+from .stacked import LAYERS, RELU, Layer
 
 
 class Value(int):
@@ -40,7 +39,6 @@ class Network:
 
     def __init__(self, model: nn.Module) -> None:
         self.operations: list[Operation] = []
-        self._layers: dict[str, nn.Module] = {}  # without the model, which may be deleted
         values: dict[fx.Node, Value] = {}
         covered: set[str] = set()  # the keys of the layers' tensors
         modules = dict(model.named_modules())
@@ -59,8 +57,8 @@ class Network:
             if _works_in_place(node, operation.subject) and not (operation.kind in RELU and used_once):
                 raise NotImplementedError(f"{node.name!r} changes a value in place that may be used elsewhere")
             if operation.name:
-                self._layers[operation.name] = module = operation.subject
-                keys = {f"{operation.name}.{key}" for key, _ in (*module.named_parameters(), *module.named_buffers())}
+                own = (*operation.subject.named_parameters(), *operation.subject.named_buffers())
+                keys = {f"{operation.name}.{key}" for key, _ in own}
                 if keys & covered:
                     raise NotImplementedError(f"{operation.name!r} is used more than once")
                 covered |= keys
@@ -76,16 +74,22 @@ class Network:
         # Networks with equal descriptions compute the same.
         self.description = str([(each, [*map(type, each.arguments)]) for each in self.operations])
 
-    def shaped(self, tensors: Tensors) -> dict[str, Tensor]:
-        """Views of the tensors as the layers need them."""
-        return {key: self._shaped(key, tensor) for key, tensor in tensors.items()}
+    def computation(self, tensors: Tensors, other: Mapping[object, Layer] = {}) -> Callable[[Tensor], Tensor]:
+        """What the network computes with these tensors of several clients; `other` layers replace those of a type."""
+        own: dict[str, dict[str, Tensor]] = {}  # by layer
+        for key, tensor in tensors.items():
+            name, _, part = key.rpartition(".")
+            own.setdefault(name, {})[part] = tensor
+        known = {**LAYERS, **other}
+        layers = [functools.partial(known[each.kind], each.subject, own.get(each.name, {})) for each in self.operations]
 
-    def _shaped(self, key: str, tensor: Tensor) -> Tensor:
-        name, _, part = key.rpartition(".")
-        kind = type(self._layers[name])
-        if kind is nn.Linear:
-            return tensor.transpose(1, 2) if part == "weight" else tensor.unsqueeze(1)
-        return tensor.flatten() if kind is nn.BatchNorm1d else tensor
+        def compute(inputs: Tensor) -> Tensor:
+            values = [inputs]
+            for operation, layer in zip(self.operations, layers, strict=True):
+                values.append(layer(*[values[each] if type(each) is Value else each for each in operation.arguments]))
+            return values[self.result]
+
+        return compute
 
     def has_hooks(self) -> bool:
         """Whether a module or a parameter of the model has hooks now, which the computation does not call."""
@@ -158,61 +162,3 @@ def network_of(model: nn.Module) -> Network | str:
             network = "its forward has control flow or other code that PyTorch cannot trace"
         _known[model] = network
     return _HOOKS if isinstance(network, Network) and network.has_hooks() else network
-
-
-class Computation:
-    """A network's computation with these tensors, which `Network.shaped` has returned.
-
-    A call returns the outputs and a function: given the outputs' gradient, it returns the gradients of the tensors
-    `names`, each in the tensor's own shape. Tensors without influence on the outputs are left out. `other` layers
-    replace those of some types. For x + norm(first(x)), forward from the left and backward from the right:
-
-        values     0: x               1: first(0)    2: norm(1)    3: 0 + 2
-        needed     (constant input)   False          True          True       whether arguments need gradients
-        unused     {0: d}             {0: d, 1: d}   {0: d, 2: d}  {3: d}     gradients of values, not yet used
-
-    `depending` has the values that depend on tensors: 1, 2 and 3.
-    """
-
-    def __init__(
-        self,
-        network: Network,
-        tensors: Tensors,
-        names: Sequence[str],
-        other: Mapping[object, Layer] = MappingProxyType({}),
-    ) -> None:
-        self._result = network.result
-        self._names = [(key, *key.rpartition(".")[::2]) for key in names]  # (key, the layer's name, the name in it)
-        by_layer: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in tensors.items():
-            name, _, part = key.rpartition(".")
-            by_layer.setdefault(name, {})[part] = tensor
-        # Of each operation: the layer with its tensors, and whether its arguments need gradients.
-        self._layers: list[tuple[Operation, Callable[..., tuple[Tensor, Backward]], bool]] = []
-        depending, known = set[int](), {**LAYERS, **other}
-        for place, each in enumerate(network.operations, start=1):
-            needed = any(type(value) is Value and value in depending for value in each.arguments)
-            if needed or each.name in by_layer:
-                depending.add(place)
-            layer = functools.partial(known[each.kind], each.subject, by_layer.get(each.name, {}))
-            self._layers.append((each, layer, needed))
-
-    def __call__(self, inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
-        values, backwards = [inputs], list[Backward]()
-        for operation, layer, _ in self._layers:
-            value, backward = layer(*[values[each] if type(each) is Value else each for each in operation.arguments])
-            values.append(value)
-            backwards.append(backward)
-        return values[self._result], functools.partial(self._gradients, backwards)
-
-    def _gradients(self, backwards: Sequence[Backward], of_outputs: Tensor) -> dict[str, Tensor]:
-        unused: dict[int, Tensor] = {self._result: of_outputs}  # gradients of values
-        by_layer: dict[str, Tensors] = {}  # gradients of tensors
-        for place in range(len(backwards), 0, -1):
-            if place in unused:
-                operation, _, needed = self._layers[place - 1]
-                of_inputs, by_layer[operation.name] = backwards[place - 1](unused.pop(place), needed)
-                for value, gradient in zip(operation.arguments, of_inputs, strict=False):
-                    if gradient is not None:  # constants have none
-                        unused[value] = unused[value] + gradient if value in unused else gradient
-        return {key: by_layer[name][part] for key, name, part in self._names if part in by_layer.get(name, ())}

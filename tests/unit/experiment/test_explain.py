@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
+from fedbn_flwr.errors import log_once
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
@@ -92,7 +93,12 @@ def test_clients_that_train_at_once(given: str, expected: str) -> None:
     ],
 )
 def test_as_many_clients_at_once_as_is_fast(
-    changes: tuple[str, ...], cores: int, clients: int, expected: str, monkeypatch: pytest.MonkeyPatch
+    changes: tuple[str, ...],
+    cores: int,
+    clients: int,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    flower_log: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(side_by_side, "cores", lambda: cores)
     given = [
@@ -107,6 +113,11 @@ def test_as_many_clients_at_once_as_is_fast(
     assert explain(experiment)[0].together.startswith(expected)
     (parts,) = prepare(experiment)
     assert clients_at_once(parts) == clients
+    log_once.cache_clear()
+    (parts,) = prepare(load_experiment(SMALL, [*given, "engine.together=1"]))
+    assert clients_at_once(parts) == 1
+    hint = f"the clients' network is small, so {clients} of them would train faster at once: set engine.together=auto"
+    assert (hint in flower_log.text) == (clients > 1)
 
 
 def test_whether_clients_can_train_at_once_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:

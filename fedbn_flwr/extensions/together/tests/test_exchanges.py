@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from fedbn_flwr import BNClient, client_app, run, strategies
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.extensions.together import parked
-from fedbn_flwr.extensions.together.nested import train_exchanging
-from fedbn_flwr.extensions.together.parked import CohortPool
-from fedbn_flwr.extensions.together.waiting import Waiting
+from fedbn_flwr.extensions.together.groups import Row, train_exchanging
+from fedbn_flwr.extensions.together.parked import TogetherPool
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.strategies import GlobalMomentum
 from tests.support.addressed import Addressed, OwnModel
@@ -45,7 +44,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of clients whose first steps are computed at once."""
     found: list[int] = []
 
-    def noted(rows: Sequence[Waiting], ask: Any) -> None:
+    def noted(rows: Sequence[Row], ask: Any) -> None:
         found.append(len(rows))
         train_exchanging(rows, ask)
 
@@ -79,7 +78,7 @@ def test_every_mode_equals_messages(
     options = {"momentum": 0.5, "lr": 0.05, "epochs": 2}
     fed = federation(sizes, model=mlp, dtype=torch.float64, **options)
     expected = models_of(fed, STRATEGIES[name](), 3)
-    with fed.grid(pool=partial(CohortPool, most=len(sizes))) as grid:
+    with fed.grid(pool=partial(TogetherPool, most=len(sizes))) as grid:
         found = models_of(fed, STRATEGIES[name](), 3, grid=grid)
     check(found, expected)
     assert groups == [len(sizes)] * (2 if name == "FedTAN-II" else 3)
@@ -92,7 +91,7 @@ def both(
     """Check that both ways have the same models and participants; returns the nodes in each mean, and the reasons why
     nodes were left out of the last round."""
     results = []
-    for pool in ({}, {"pool": partial(CohortPool, most=most)}):
+    for pool in ({}, {"pool": partial(TogetherPool, most=most)}):
         made = strategy(fraction_evaluate=0.0)
         nodes = nodes_in_means(made)
         with fed.grid(app if pool else None, **pool) as grid:
@@ -107,7 +106,9 @@ def both(
 def test_the_order_of_the_clients_does_not_matter(federation: Federations, groups: list[int]) -> None:
     fed, permuted = (federation((8, 13, 6), model=mlp, dtype=torch.float64) for _ in range(2))
     permuted.data = [fed.data[place] for place in (2, 0, 1)]
-    found = [models_of(each, FedTAN(), 2, grid=each.grid(pool=partial(CohortPool, most=3))) for each in (fed, permuted)]
+    found = [
+        models_of(each, FedTAN(), 2, grid=each.grid(pool=partial(TogetherPool, most=3))) for each in (fed, permuted)
+    ]
     check(*found)
     assert groups == [3] * 4
 
@@ -162,7 +163,7 @@ def test_a_run_that_fails_in_an_exchange_is_no_failure_of_the_cohort(
     fed = federation((8, 13), model=mlp, dtype=torch.float64, loss=loss)
     for data in fed.data if loss is None else ():
         data.batches[0][0].fill_(torch.nan)
-    with fed.grid(pool=partial(CohortPool, most=2)) as grid, pytest.raises(RunFailed):
+    with fed.grid(pool=partial(TogetherPool, most=2)) as grid, pytest.raises(RunFailed):
         models_of(fed, FedTAN(), 1, grid=grid)
     assert groups == [2]
     assert FAILED not in flower_log.text
@@ -177,7 +178,10 @@ def test_clients_of_one_model_that_cannot_be_parked_say_so(federation: Federatio
     def make_client(context: Any) -> BNClient:
         return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
 
-    with fed.grid(client_app(make_client), pool=partial(CohortPool, most=3)) as grid, pytest.raises(RunFailed) as error:
+    with (
+        fed.grid(client_app(make_client), pool=partial(TogetherPool, most=3)) as grid,
+        pytest.raises(RunFailed) as error,
+    ):
         models_of(fed, FedTAN(), 2, grid=grid)
     assert str(error.value).count("another client is in the middle of a round with this very model") == 2
     assert groups == [3]
@@ -196,7 +200,7 @@ def test_every_client_receives_its_own_model_config_and_records(federation: Fede
         return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
 
     strategy = Addressed(OwnFedTAN(min_batch=1, fraction_evaluate=0.0))
-    with fed.grid(client_app(make_client), pool=partial(CohortPool, most=3)) as grid:
+    with fed.grid(client_app(make_client), pool=partial(TogetherPool, most=3)) as grid:
         strategy.start(grid, fed.arrays(), num_rounds=2)
     assert strategy.received == [{client: (client, client + 1, client + 1) for client in range(3)}] * 2
     assert groups == [3, 3]
@@ -213,7 +217,7 @@ def test_a_client_that_fails_before_training_fails_by_itself(federation: Federat
 def test_networks_that_cannot_are_unchanged_to_the_last_bit(federation: Federations, groups: list[int]) -> None:
     fed = federation((8, 12), model=lambda: nn.Sequential(nn.PReLU(), small_net()))
     expected = models_of(fed, FedTAN(), 2)
-    found = models_of(fed, FedTAN(), 2, grid=fed.grid(pool=partial(CohortPool, most=2)))
+    found = models_of(fed, FedTAN(), 2, grid=fed.grid(pool=partial(TogetherPool, most=2)))
     assert all(map(same, found, expected))
     assert groups == []
 
@@ -235,7 +239,7 @@ def test_a_mod_sees_every_exchange_as_a_message(federation: Federations, groups:
 
     fed = federation((8, 12), model=mlp, dtype=torch.float64)
     app = client_app(fed.make_client, mods={"query": [noting]})
-    models_of(fed, FedTAN(), 1, grid=fed.grid(app, pool=partial(CohortPool, most=2)))
+    models_of(fed, FedTAN(), 1, grid=fed.grid(app, pool=partial(TogetherPool, most=2)))
     assert kinds == ["query.exchange"] * 8
     assert groups == []
 

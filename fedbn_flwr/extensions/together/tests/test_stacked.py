@@ -1,4 +1,4 @@
-"""The gradients for several clients at once are those that autograd finds for each client's plain module."""
+"""Outputs and gradients for several clients at once are those that autograd finds for each client's plain module."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
-from fedbn_flwr.extensions.together.gradients import loss_and_gradient
-from fedbn_flwr.extensions.together.trace import Computation, Network, network_of
+from fedbn_flwr.extensions.together.stacked import losses_of
+from fedbn_flwr.extensions.together.trace import Network, network_of
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
@@ -98,36 +98,40 @@ def test_gradients_are_those_of_the_plain_modules(name: str, frozen: frozenset[R
     assert isinstance(network, Network)
     states = [{**client.state_dict(keep_vars=True)} for client in models]
     stacked = {key: torch.stack([state[key].detach() for state in states]) for key in states[0]}
-    names = [key for key, _ in model.named_parameters()]
+    w = {key: stacked[key].requires_grad_() for key, _ in model.named_parameters()}
     weights = torch.randn(EXAMPLES, 6 if name == "branches" else 3, dtype=torch.float64)
-    with torch.no_grad(), frozen_norm(model, frozen):
-        outputs, gradients_of = Computation(network, network.shaped(stacked), names)(inputs)
-        gradients = gradients_of(weights.expand(CLIENTS, -1, -1))
-    assert gradients.keys() == {key for key in names if not key.startswith("unused")}
+    with frozen_norm(model, frozen):
+        outputs = network.computation(stacked)(inputs)
+    (outputs * weights).sum().backward()
+    assert {key for key in w if w[key].grad is None} == {key for key in w if key.startswith("unused")}
     for place, client in enumerate(models):
         with frozen_norm(client, frozen):
             expected = client(inputs[place])
             (expected * weights).sum().backward()
         torch.testing.assert_close(outputs[place], expected, rtol=1e-12, atol=1e-12)
-        for key, gradient in gradients.items():
-            torch.testing.assert_close(gradient[place], states[place][key].grad, rtol=1e-11, atol=1e-11)
+        for key, value in w.items():
+            if value.grad is not None:
+                torch.testing.assert_close(value.grad[place], states[place][key].grad, rtol=1e-11, atol=1e-11)
         for key, value in client.state_dict().items():  # running statistics and counters too
             torch.testing.assert_close(stacked[key][place], value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("ignored", [0, 2, EXAMPLES])
 @pytest.mark.parametrize(
     "loss",
     [make_loss("cross_entropy"), make_loss("cross_entropy", label_smoothing=0.1), lambda z, y: z[:, 0].square().mean()],
     ids=["cross entropy", "smoothed", "own"],
 )
-def test_losses_and_their_gradients(loss: Loss) -> None:
+def test_losses_and_their_gradients(loss: Loss, ignored: int) -> None:
     outputs = (5 * torch.randn(CLIENTS, EXAMPLES, 4, dtype=torch.float64)).requires_grad_()
     targets = torch.randint(4, (CLIENTS, EXAMPLES))
-    losses, gradient = loss_and_gradient(loss, outputs.detach(), targets)
+    targets[1, :ignored] = -100
+    losses = losses_of(loss, outputs, targets)
+    (gradient,) = torch.autograd.grad(losses.sum(), outputs)
     expected = torch.stack([loss(*pair) for pair in zip(outputs, targets, strict=True)])
     expected.sum().backward()
-    torch.testing.assert_close(losses.view(CLIENTS, -1).mean(1), expected.detach(), rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(gradient, outputs.grad, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(losses, expected, rtol=1e-13, atol=1e-13, equal_nan=True)
+    torch.testing.assert_close(gradient, outputs.grad, rtol=1e-13, atol=1e-13, equal_nan=True)
 
 
 @pytest.mark.parametrize(
