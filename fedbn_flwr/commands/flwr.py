@@ -25,13 +25,14 @@ def add(commands: Commands) -> None:
         commands,
         "flwr",
         flwr,
-        summary="run a Flower app in Flower's simulation, as `flwr run` does: fedbn flwr run .",
+        summary="run any Flower app without a SuperLink, and without Ray: fedbn flwr run . --engine local",
         description=(
-            "Run a Flower app as `flwr run` does, in a process for this run instead of a SuperLink. The app uses the "
-            "current environment, and the exit code is 0 only if the run succeeded. An experiment has one node per "
-            "client; another app has 2, Flower's default, unless --federation-config num-supernodes=N is given."
+            "Run a Flower app as `flwr run` does, without a SuperLink that stays in the background. The app uses the "
+            "current environment, and the exit code is 0 only if the run succeeded. `--engine local` needs no Ray and "
+            "repeats a run bit for bit. An experiment has one node per client; another app has 2, Flower's default, "
+            "unless --federation-config num-supernodes=N is given."
         ),
-        epilog="Example: fedbn flwr run . --run-config \"set='rounds=10'\"",
+        epilog="Example: fedbn flwr run . --engine local --run-config \"set='rounds=10'\"",
     )
     parser.add_argument("run", choices=["run"], help="the only subcommand")
     parser.add_argument("app", nargs="?", default=".", metavar="APP", help="the app's folder (.)")
@@ -40,6 +41,15 @@ def add(commands: Commands) -> None:
         ("--federation-config", "changes to the simulation, such as num-supernodes=5"),
     ):
         parser.add_argument(*options, action="append", default=[], metavar="PAIRS", help=meaning)
+    parser.add_argument(
+        "--engine", choices=["ray", "local"], default="ray", help="Flower's simulation, or the local engine (ray)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes of the local engine (one per core); with 0 a debugger can stop in a client's code",
+    )
     parser.add_argument("--stream", action="store_true", help=argparse.SUPPRESS)  # of `flwr run`, refused below
 
 
@@ -82,23 +92,44 @@ def flwr(arguments: argparse.Namespace) -> int:
     given = parse_pairs(arguments.federation_config, "--federation-config")
     federation: Tree = {key.replace("_", "-"): value for key, value in given.items()}  # Flower accepts both
     check_federation(federation)
+    if arguments.engine == "local":
+        if others := federation.keys() - {"num-supernodes"}:
+            raise SettingsError(
+                f"--federation-config: {min(others)} is a setting of Ray; the local engine has --workers"
+            )
+    elif arguments.workers is not None:
+        raise SettingsError("--workers is an option of the local engine; add --engine local")
     folders: list[RunFolder] = []
     if project["project"]["name"] == "fedbn-flwr":
         defaults = project["tool"]["flwr"]["app"]["config"]
         run_config, federation, folders = _of_experiment(run_config, federation, defaults)
     out = folders[0].path.parent if folders else None
     began = time_stamp()
-    words = [w for text in arguments.federation_config for w in ("--federation-config", text)]
+    words = ["--engine", "local"] if arguments.engine == "local" else []
+    words += [w for text in arguments.federation_config for w in ("--federation-config", text)]
     pairs = " ".join(_pair(key, value) for key, value in {**run_config, "resume": True}.items())
     with continued_by(out, "flwr", "run", arguments.app, *words, "--run-config", pairs), _ended_by_signals():
         try:
-            run_app(app, run_config, federation or {"client-resources-num-cpus": 1})
+            if arguments.engine == "local":
+                _run_locally(app, run_config, federation, arguments.workers)
+            else:
+                run_app(app, run_config, federation or {"client-resources-num-cpus": 1})
         except RunFailed as error:
             # Flower gives an error of its own instead of the server's if its nodes failed meanwhile.
             errors = {folder.path.name: folder.error_since(began) for folder in folders}
             lost = [f"{name}: {why}" for name, why in errors.items() if why and why not in str(error)]
             raise RunFailed("\n".join([str(error), *lost])) from None
     return 0
+
+
+def _run_locally(app: Path, run_config: Tree, federation: Tree, workers: int | None) -> None:
+    from fedbn_flwr.cores import cores
+    from fedbn_flwr.engines.flower_app import run_app
+
+    from .simulation import number_of_nodes
+
+    nodes = number_of_nodes(federation)
+    run_app(app, nodes, workers=min(nodes, cores()) if workers is None else workers, run_config=run_config)
 
 
 def _of_experiment(run_config: Tree, federation: Tree, defaults: Tree) -> tuple[Draft, Draft, list[RunFolder]]:

@@ -78,6 +78,19 @@ def check_federation(config: Tree, least: int = 1) -> None:
         raise SettingsError(f"--federation-config: num-supernodes is {nodes!r}; expected a number from {least} on")
 
 
+def number_of_nodes(config: Tree) -> int:
+    """The nodes that a federation config asks for; Flower's default is printed."""
+    from flwr.supercore.constant import DEFAULT_SIMULATION_CONFIG
+
+    if "num-supernodes" not in config:
+        default = DEFAULT_SIMULATION_CONFIG.num_supernodes
+        print(
+            f"{default} nodes, Flower's default; for another number: --federation-config num-supernodes=N", flush=True
+        )
+        return int(default)
+    return int(config["num-supernodes"])
+
+
 def federation_config(clients: int) -> Draft:
     """One node per client, one core each, and as many at a time as there are cores, here or on the Ray cluster."""
     nodes = {"num-supernodes": clients, "client-resources-num-cpus": 1, "init-args-log-to-driver": False}

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import itertools
 import math
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Self
 
@@ -45,6 +46,8 @@ from flwr.supercore.run import Run  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 UserConfig = Config
+
+_POLL = 0.01  # seconds between looks at the pool, in a thread
 
 
 class LocalGrid(Capabilities, Grid):
@@ -110,7 +113,8 @@ class LocalGrid(Capabilities, Grid):
         self._nodes = Nodes(client_app, threads, contexts, dict(zip(ids, work or [1.0] * num_nodes, strict=True)))
         make = pool or (functools.partial(ForkPool, count=workers) if workers else Pool)
         self._pool = make(self._nodes, self._receive)
-        self._next_id = itertools.count(1)
+        self._sent: Counter[int] = Counter()  # messages so far, by node
+        self._lock = threading.Lock()  # around what the pool does
         self._replies: dict[str, Message | None] = {}  # by message id; None until the reply arrives
         self._observers: list[OnReply] = []
 
@@ -139,20 +143,22 @@ class LocalGrid(Capabilities, Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         message_ids, accepted = list[str](), list[Message]()
         for message in messages:
-            message_ids.append(str(next(self._next_id)))
+            self._sent[node := message.metadata.dst_node_id] += 1
+            message_ids.append(f"{node}.{self._sent[node]}")
             message.metadata.__dict__["_message_id"] = message_ids[-1]
             self._replies[message_ids[-1]] = None
-            if (node := message.metadata.dst_node_id) in self._nodes.contexts:
+            if node in self._nodes.contexts:
                 accepted.append(message)
             else:
                 absent = f"there is no node {node}; the grid has {shown([*self._nodes.contexts])}"
                 self._receive(Message(Error(ErrorCode.NODE_UNAVAILABLE, absent), reply_to=message))
-        self._pool.put(accepted)
-        self._pool.serve(0)
+        with self._lock:
+            self._pool.put(accepted)
+            self._pool.serve(0)
         return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        self._pool.serve(0)
+        self._serve(0)
         return self._take([key for key in message_ids if self._replies.get(key) is not None])
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -164,10 +170,18 @@ class LocalGrid(Capabilities, Grid):
                 if (left := deadline - time.monotonic()) <= 0:
                     self._pool.drop(missing)
                     break
-                self._pool.serve(left)
+                self._serve(left)
         finally:
             self._observers.clear()
         return self._take(message_ids)
+
+    def _serve(self, timeout: float) -> None:
+        """Let the pool work until the first reply. Servers of Flower's old API send each message in a thread."""
+        is_main = threading.current_thread() is threading.main_thread()
+        with self._lock:
+            self._pool.serve(timeout if is_main else 0)
+        if not is_main:
+            time.sleep(min(timeout, _POLL))
 
     def _receive(self, reply: Message) -> None:
         if (key := reply.metadata.reply_to_message_id) in self._replies:  # otherwise it is late

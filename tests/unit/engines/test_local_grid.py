@@ -473,7 +473,7 @@ def test_workers_train_after_this_process_used_several_threads(threads: int | No
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("_reply_to_message_id", "9", "it replied to message '9' instead of '1'"),
+        ("_reply_to_message_id", "9", "it replied to message '9' instead of '1.1'"),
         ("_src_node_id", 2, "its reply says that it is from node 2 instead of 1"),
     ],
 )
