@@ -247,7 +247,7 @@ def sources(settings: object) -> dict[str, str]:
     return found
 
 
-def call(key: str, name: str, *positional: object, **arguments: object) -> Any:
+def call(key: str, name: str, /, *positional: object, **arguments: object) -> Any:
     """Call `name` with these arguments, and return the result; errors name the setting `key`."""
     function = load(key, name)
     try:

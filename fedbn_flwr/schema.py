@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -52,4 +53,13 @@ class Section(BaseModel):
 
 
 Positive = Annotated[int, Field(ge=1, le=1_000_000)]
-Names = Annotated[tuple[str, ...], Field(strict=False)]
+
+T = TypeVar("T")
+
+
+def _listed(value: object) -> object:
+    return () if value is None else value if isinstance(value, list | tuple) else (value,)
+
+
+# Several values, or one without a list around it; null for none.
+Several = Annotated[tuple[T, ...], Field(strict=False), BeforeValidator(_listed)]

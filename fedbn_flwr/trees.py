@@ -8,3 +8,12 @@ from typing import Any
 Json = Mapping[str, Any]  # an object in a JSON file, for instance a line of the history
 Tree = Mapping[str, Any]  # settings by key, as in an experiment file; a section is a tree too
 Draft = dict[str, Any]  # a tree while it is made
+
+
+def flat_settings(settings: Tree, prefix: str = "") -> Draft:
+    """`{"train": {"lr": 0.1}}` as `{"train.lr": 0.1}`."""
+    values: Draft = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        values |= flat_settings(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return values

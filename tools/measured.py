@@ -15,7 +15,7 @@ from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
 from fedbn_flwr.experiment.file.expansion import condition
 from fedbn_flwr.experiment.file.layers import FREE, FREE_KEYS, load_experiment
 from fedbn_flwr.experiment.settings import Settings
-from fedbn_flwr.results.folder import flat_settings
+from fedbn_flwr.trees import flat_settings
 
 ROOT = Path(__file__).parents[1]
 

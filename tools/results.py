@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from fedbn_flwr.results.folder import flat_settings
 from fedbn_flwr.results.report.tables import FEWEST, Paired, paired
+from fedbn_flwr.trees import flat_settings
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"

@@ -62,7 +62,7 @@ def _standardiser(normalise: Normalise, device: torch.device) -> Callable[[Value
 # --- parts of the user, by the name `module:callable` ---
 
 
-def own_augmentation(name: str, **options: object) -> Augmentation:
+def own_augmentation(name: str, /, **options: object) -> Augmentation:
     """The augmentation `name` of a batch; a class is first called with `options`.
 
     If the callable has a parameter `generator`, it receives a batch `[N, C, H, W]` and a torch generator, and returns

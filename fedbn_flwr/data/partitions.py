@@ -259,7 +259,7 @@ def natural(rows: Rows, clients: int, seed: int) -> ClientRows:
 
 
 def partition(
-    labels: Tensor, classes: int, clients: int, seed: int, kind: str, *, groups: Groups | None = None, **options: object
+    labels: Tensor, classes: int, clients: int, seed: int, kind: str, groups: Groups | None = None, /, **options: object
 ) -> list[Tensor]:
     """Indices of each client's examples, ascending, for a kind of partition with its `options`.
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag, model_validator
 
 from fedbn_flwr.named import is_name
-from fedbn_flwr.schema import Names, Positive, Section, expects, setting
+from fedbn_flwr.schema import Positive, Section, Several, expects, setting
 from fedbn_flwr.trees import Tree
 
 from . import Size
@@ -22,14 +22,8 @@ Pixels = Annotated[
 ]
 
 
-def _columns(value: object) -> object:
-    return () if value is None else (value,) if isinstance(value, str) else value
-
-
 # One column or several.
-Columns = Annotated[
-    Names, BeforeValidator(_columns), PlainSerializer(lambda names: names[0] if len(names) == 1 else names or None)
-]
+Columns = Annotated[Several[str], PlainSerializer(lambda names: names[0] if len(names) == 1 else names or None)]
 
 
 class HeldOut(Section):
@@ -85,7 +79,7 @@ Split = Annotated[
     Discriminator(lambda test: "<share>" if isinstance(test, Mapping | HeldOut) else "<value>"),
 ]
 Categories = Annotated[
-    Mapping[str, Annotated[tuple[Annotated[str, BeforeValidator(str)], ...], Field(strict=False, min_length=1)]],
+    Mapping[str, Annotated[Several[Annotated[str, BeforeValidator(str)]], Field(min_length=1)]],
     expects("lists of values by column, for instance {sex: [f, m]}"),
 ]
 Ranges = Annotated[
@@ -128,7 +122,7 @@ class Source(Section):
         "targets, several columns of 0 and 1 are a multi-label task",
     )
     domain: str | None = setting(None, "the column with each example's domain; accuracy is reported per domain")
-    domains: Names = setting((), "the domains to use")
+    domains: Several[str] = setting((), "the domains to use")
     group: str | None = setting(
         None, "the column with each example's site, patient or user: the clients of `partition: {kind: natural}`"
     )
@@ -158,7 +152,7 @@ class Source(Section):
         "`mean` replaces missing inputs with the mean of their column, `drop` leaves out examples with missing "
         "inputs; without it they raise an error",
     )
-    shape: Annotated[tuple[Positive | None, ...], Field(strict=False)] = setting(
+    shape: Several[Positive | None] = setting(
         (),
         "shape of the inputs of one example, checked against the data: `[30]`, `[9, 128]` for series of 9 "
         "channels, `[9, null]` for padded series of any length, with a mask",
@@ -171,7 +165,7 @@ class Source(Section):
         "number of classes, labels or regression targets, checked against the data; required for segmentation "
         "data that [Data](data.md) doesn't list",
     )
-    class_names: Names = setting(
+    class_names: Several[str] = setting(
         (),
         "the classes in the order of the model's outputs; the data, for instance at one site, may then lack "
         "some of them",

@@ -93,7 +93,7 @@ def _shares(_: str, data: Data, clients: int, seed: int, device: str) -> tuple[l
             f"data.group is {data.group!r}; expected the column whose values are the clients of a natural partition. "
             f"The columns of {data.name!r}: {', '.join(dataset.columns)}"
         )
-    parts = partition(strata.train, len(strata.names), clients, seed, kind, groups=groups, **options)
+    parts = partition(strata.train, len(strata.names), clients, seed, kind, groups, **options)
     if kind == "natural" and groups is not None:
         # A site is tested on all of its own rows; groups that are only in the test split belong to no client.
         if groups.test is not None and torch.isin(groups.test, groups.train).any():

@@ -22,13 +22,13 @@ from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.folder.summary import UNSEEN, NewcomerStatistics
 from fedbn_flwr.results.report.curves import Measure
-from fedbn_flwr.results.text import file_name
-from fedbn_flwr.schema import Names, Positive, Section, expects, setting
+from fedbn_flwr.schema import Positive, Section, Several, expects, setting
 from fedbn_flwr.tasks import LOSSES, METRICS
+from fedbn_flwr.text import file_name
 from fedbn_flwr.trees import Tree
 
 from .file.expansion import PAPER, Cell
-from .file.types import Augment, Line, Named, Partition, Parts, Strategy, Weights, name_in, options_in
+from .file.types import Augment, Line, Named, Partition, Strategy, Weights, name_in, options_in
 
 
 def of_catalogue(name: str) -> Tree:
@@ -150,7 +150,7 @@ class Schedule(Section):
         "learning rate schedule: `constant`, `step`, `cosine` or `module:function`; "
         "`schedule: cosine` is short for `schedule: {kind: cosine}` ([Training](training.md#schedules))",
     )
-    milestones: Annotated[tuple[float, ...], Field(strict=False)] = setting(
+    milestones: Several[float] = setting(
         MILESTONES,
         "for `step`: rounds, or fractions of all rounds below 1, after which the rate is multiplied by `gamma`",
     )
@@ -259,12 +259,12 @@ class Train(Section):
 class Unseen(Section):
     """Clients that never train, to measure what a strategy gives to a newcomer."""
 
-    clients: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)] = setting(
+    clients: Several[Annotated[int, Field(ge=0)]] = setting(
         (),
         "numbers of the clients that never train, for instance `[3]`; they are evaluated as newcomers "
         "([New clients](clients.md#new-clients))",
     )
-    statistics: Annotated[tuple[NewcomerStatistics, ...], Field(strict=False, min_length=1)] = setting(
+    statistics: Annotated[Several[NewcomerStatistics], Field(min_length=1)] = setting(
         UNSEEN,
         "the newcomers' batch norm: `mean`, the mean of the clients' batch norm; `batch`, the same with the "
         "statistics of the newcomer's own training inputs; `own`, as the strategy gives it to a new client",
@@ -309,7 +309,7 @@ class Evaluate(Section):
         "record in every evaluated round how batch norm's statistics change, by layer and client, in "
         "`norms.jsonl` ([Watching](watching.md#dynamics-of-batch-norm))",
     )
-    metrics: Names = setting(
+    metrics: Several[str] = setting(
         (),
         "metrics in addition to the metrics of the task: any of `balanced_accuracy`, `macro_f1`, `auc`, "
         "`dice`, `mean_iou` that suits the task, and `module:function` ([Training](training.md#metrics))",
@@ -450,7 +450,7 @@ class Settings(Section):
     strategy: Strategy = setting({"name": "FedAvg"}, "the strategy and its arguments, see [below](#strategy)")
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
-    track: Parts = setting(
+    track: Several[Named] = setting(
         (),
         "trackers that record the run: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
         "or a list; see [Watching](watching.md#trackers)",

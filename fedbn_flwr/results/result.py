@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from fedbn_flwr import named
 from fedbn_flwr.errors import UserError, did_you_mean, few, needs
 from fedbn_flwr.tasks import title_of
+from fedbn_flwr.text import in_html
 from fedbn_flwr.trees import Json
 
 from .read.runs import Run, find_runs
 from .report.pictures import plot
 from .report.rows import Row, choose, group
 from .report.tables import ReportForm, as_html, numbers, tables, tables_as_text
-from .text import in_html
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -196,3 +196,22 @@ def test_what_is_wrong_is_one_message_with_the_key(write: Write, name: str, mess
     with pytest.raises(SettingsError, match=message) as caught:
         named.call("train.loss", name, 1, scale=2)
     assert str(caught.value).startswith("train.loss=")
+
+
+def everything(*positional: object, **arguments: object) -> dict[str, object]:
+    return {"positional": positional, **arguments}
+
+
+class Everything:
+    def __init__(self, **arguments: object) -> None:
+        self.arguments = arguments
+
+
+OPTIONS = {"name": "a", "key": "b", "function": "c", "options": "d", "arguments": "e", "self_": "f"}
+
+
+def test_options_of_a_user_may_have_any_name() -> None:
+    name = f"{__name__}:everything"
+    assert named.call("data.name", name, 1, **OPTIONS) == {"positional": (1,), **OPTIONS}
+    assert named.with_options("train.loss", name, OPTIONS)(2) == {"positional": (2,), **OPTIONS}
+    assert named.with_options("train.loss", f"{__name__}:Everything", OPTIONS).arguments == OPTIONS  # type: ignore[attr-defined]

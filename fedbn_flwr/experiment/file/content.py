@@ -10,9 +10,8 @@ from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError, nearest
 from fedbn_flwr.named import path_of
-from fedbn_flwr.results.folder import flat_settings
-from fedbn_flwr.results.yaml_text import LENGTH, parse_yaml
-from fedbn_flwr.trees import Draft, Tree
+from fedbn_flwr.trees import Draft, Tree, flat_settings
+from fedbn_flwr.yaml_text import parse_yaml
 
 KEYS_OF_A_FILE = {  # in addition to the keys of a run
     "description": "one line",
@@ -96,7 +95,7 @@ def _file(source: str, folder: Path) -> tuple[Path, str]:
         return path, path.stem
     shipped = shipped_experiments()
     if source not in shipped:
-        meant = f"{source}.yaml" if path.with_name(f"{path.name}.yaml").is_file() else nearest(source, shipped)
+        meant = f"{source}.yaml" if path.parent.joinpath(f"{path.name}.yaml").is_file() else nearest(source, shipped)
         raise SettingsError(
             f"there is no experiment {source!r}: it is neither a file ending in .yaml nor a shipped experiment; "
             f"{f'did you mean {meant!r}? ' if meant else ''}`fedbn list experiments` shows those that are shipped"
@@ -122,8 +121,7 @@ def check_mapping(content: object, source: str) -> Tree:
 
 def _text(path: Path) -> str:
     try:
-        with path.open("rb") as stream:
-            return stream.read(4 * LENGTH + 1).decode()  # at most four bytes a character: `parse_yaml` allows no more
+        return path.read_bytes().decode()
     except (OSError, ValueError) as error:  # or it isn't UTF-8, or the path has a NUL
         files = [file.name for file in path.parent.glob("*.y*ml")] if isinstance(error, FileNotFoundError) else ()
         hint = f"; did you mean {str(path.with_name(meant))!r}?" if (meant := nearest(path.name, files)) else ""
@@ -133,20 +131,13 @@ def _text(path: Path) -> str:
 
 
 # Mappings whose keys depend on their name or kind: two strategies have different arguments.
-WHOLE = {
-    "strategy": "name",
-    "base": "name",
-    "partition": "kind",
-    "optimizer": "name",
-    "loss": "name",
-    "track": "name",
-}
+_WHOLE = ("strategy", "base", "partition", "optimizer", "loss", "track")
 
-_INSTEAD = {"seed": "seeds", "steps": "epochs", "epochs": "steps"}  # keys that replace another one
+_INSTEAD = {"": {"seed": "seeds"}, "train": {"steps": "epochs", "epochs": "steps"}}  # keys that replace another one
 
 # Parts for which a file may give only the value of this key, by the section that they are in.
 _NAMED = {
-    "": {"data": "name", "model": "name", "strategy": "name", "engine": "name"},
+    "": {"data": "name", "model": "name", "strategy": "name", "engine": "name", "track": "name"},
     "data": {"partition": "kind"},
     "train": {"optimizer": "name", "loss": "name", "schedule": "kind"},
     "strategy": {"base": "name"},
@@ -175,17 +166,20 @@ def without(settings: Tree, *keys: str) -> Draft:
     return {key: value for key, value in settings.items() if key not in keys}
 
 
-def merge(base: Tree, changes: Tree) -> Draft:
+def merge(base: Tree, changes: Tree, section: str = "") -> Draft:
     """Apply `changes` to `base`, recursively; another strategy or kind of partition replaces the old one as a whole.
 
-    A `seed` selects that seed, even if the base has `seeds`; and `steps` count instead of the base's `epochs`.
+    A `seed` selects that seed, even if the base has `seeds`; and `steps` count instead of the base's `epochs`. The
+    options of a part are not settings, whatever their names.
     """
-    result = without(base, *(_INSTEAD[key] for key, value in changes.items() if key in _INSTEAD and value is not None))
+    instead = _INSTEAD.get(section, {})
+    result = without(base, *(instead[key] for key, value in changes.items() if key in instead and value is not None))
     for key, value in changes.items():
-        old, name = result.get(key), WHOLE.get(key)
+        old, name = result.get(key), _NAMED.get(section, {}).get(key)
         if isinstance(value, Mapping) and isinstance(old, Mapping):
-            is_another = name in value and value[name] != old.get(name)
-            result[key] = dict(value) if is_another else merge(old, value)
+            is_another = key in _WHOLE and name in value and value[name] != old.get(name)
+            inner = "" if section == "sizes" else key if not section or name else "options"
+            result[key] = dict(value) if is_another else merge(old, value, inner)
         else:
             result[key] = value
     return result

@@ -13,10 +13,9 @@ from typing import Any
 from pydantic import Field
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.results.folder import flat_settings
-from fedbn_flwr.results.text import in_words, shorten
 from fedbn_flwr.schema import Section
-from fedbn_flwr.trees import Draft, Tree
+from fedbn_flwr.text import in_words, shorten
+from fedbn_flwr.trees import Draft, Tree, flat_settings
 
 from .content import drop_given, merge, nested, write_out
 

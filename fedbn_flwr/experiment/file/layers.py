@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.results.folder import flat_settings
-from fedbn_flwr.results.text import shorten
-from fedbn_flwr.results.yaml_text import DEPTH, parse_yaml
-from fedbn_flwr.trees import Draft, Tree
+from fedbn_flwr.text import shorten
+from fedbn_flwr.trees import Draft, Tree, flat_settings
+from fedbn_flwr.yaml_text import parse_yaml
 
 from ..registry import personalises
 from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue, strategy_name
@@ -290,8 +289,6 @@ def changes_of(pairs: Iterable[tuple[str, object]]) -> Draft:
     """Nested settings from values by key, such as `train.lr`; the last value of a key counts."""
     changes: Draft = {}
     for key, value in pairs:
-        if key.count(".") >= DEPTH:
-            raise SettingsError(f"{shorten(key, 200)!r}: the key has more than {DEPTH} parts")
         put(changes, key, value)
         changes = write_out(changes)
     return changes

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from fedbn_flwr.data.partitions import KINDS, OwnOptions
 from fedbn_flwr.data.source import HeldOut
 from fedbn_flwr.errors import SettingsError, UserError, did_you_mean, few
-from fedbn_flwr.results.text import shorten
+from fedbn_flwr.text import shorten
 from fedbn_flwr.trees import Tree
 
 from ..settings import DERIVED, Settings
@@ -60,7 +60,11 @@ _EXPECTED = {
 def _explain(details: ErrorDetails) -> str:
     # Pydantic adds the kind of a partition, and the form of a value (`<share>`), to the path; they aren't in the file.
     parts = [str(part) for part in details["loc"]]
-    key = ".".join(part for i, part in enumerate(parts) if not (part[0] == "<" or (i and parts[i - 1] == "partition")))
+    key = ".".join(
+        part
+        for i, part in enumerate(parts)
+        if part not in ("<share>", "<value>") and "partition" not in parts[i - 1 : i]
+    )
     found, kind, value = details["input"], details["type"], shorten(repr(details["input"]), 200)
     if kind == "extra_forbidden":
         elsewhere = [f"{name}.{parts[-1]}" for name in Settings.model_fields if parts[-1] in _section([name])]
@@ -69,9 +73,15 @@ def _explain(details: ErrorDetails) -> str:
     if kind == "missing":
         return f"{key!r} is missing"
     if kind.startswith("union_tag"):  # of a partition
-        name = found.get("kind") if isinstance(found, Mapping) else found
-        wrong = f".kind={name!r} is not a partition" if name else ".kind is missing"
-        return f"{key}{wrong}; {did_you_mean(str(name), KINDS)}, or {OWN} for your own"
+        given = found if isinstance(found, Mapping) else {"kind": found}
+        name, options = given.get("kind"), given.keys() - {"kind"}
+        wrong = (
+            f".kind={name!r} is not a partition"
+            if name or not options
+            else f" has {', '.join(sorted(options))} without kind"
+        )
+        kinds = [kind for kind, section in KINDS.items() if name or options <= section.model_fields.keys()]
+        return f"{key}{wrong}; {did_you_mean(str(name), kinds or KINDS)}, or {OWN} for your own"
     if kind == "value_error":
         error = details["ctx"]["error"]
         return f"{key + ': ' if key and not isinstance(error, SettingsError) else ''}{error}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, PlainSerializer, PlainValidator, Tag
+from pydantic import AfterValidator, Discriminator, Field, PlainSerializer, PlainValidator, Tag
 
 from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
 from fedbn_flwr.errors import did_you_mean
 from fedbn_flwr.experiment.registry import check_strategy
 from fedbn_flwr.named import is_name
-from fedbn_flwr.schema import expects
+from fedbn_flwr.schema import Several, expects
 from fedbn_flwr.trees import Tree
 
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
@@ -42,12 +42,6 @@ def _named(value: Any) -> str | Tree:
 
 # A part by its name, or by a mapping of its name and options.
 Named = Annotated[str | Tree, PlainValidator(_named), PlainSerializer(lambda value: value)]
-# One part or several.
-Parts = Annotated[
-    tuple[Named, ...],
-    Field(strict=False),
-    BeforeValidator(lambda value: [value] if isinstance(value, str | Mapping) else value or ()),
-]
 
 
 def name_in(part: str | Tree) -> str:
@@ -72,7 +66,7 @@ def _augmentation(part: str | Tree) -> str | Tree:
     return part
 
 
-Augment = Annotated[tuple[Annotated[Named, AfterValidator(_augmentation)], ...], Field(strict=False)]
+Augment = Several[Annotated[Named, AfterValidator(_augmentation)]]
 
 Weights = Annotated[
     Literal["balanced"] | Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)],

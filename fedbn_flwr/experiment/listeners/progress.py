@@ -31,8 +31,8 @@ from rich.table import Column
 
 from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
+from fedbn_flwr.text import duration
 from fedbn_flwr.trees import Tree
 
 from .listener import FinishedRound, Listener, Running

@@ -19,8 +19,8 @@ from typing import Any
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import LOG
-from fedbn_flwr.results.folder import RunFolder, flat_settings
-from fedbn_flwr.trees import Tree
+from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.trees import Tree, flat_settings
 
 from ..file.types import name_in, options_in, tracker_of
 from .listener import FinishedRound, Listener, Running

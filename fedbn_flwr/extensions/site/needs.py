@@ -42,8 +42,8 @@ from fedbn_flwr.experiment.parts import choose_device, make_model
 from fedbn_flwr.experiment.prepare import make_rule, try_model
 from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.results.text import columns_in_words
 from fedbn_flwr.storage import writing
+from fedbn_flwr.text import columns_in_words
 
 _TIMEOUT = 5  # seconds
 _LITTLE = 1e9  # bytes of a disk

@@ -19,7 +19,6 @@ import fcntl
 import hashlib
 import itertools
 import json
-import math
 import os
 import secrets
 import time
@@ -36,11 +35,11 @@ from fedbn_flwr.data import Moments
 from fedbn_flwr.errors import SettingsError, UserError, log_once
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
-from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
 from fedbn_flwr.storage import read_store, replacing, to_json, write_store, writing
+from fedbn_flwr.text import file_name
 from fedbn_flwr.trees import Draft, Json
+from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 
-from ..text import file_name
 from .checkpoint import CheckpointFile, Snapshot
 from .environment import environment
 from .files import check, damaged, parse, read_text, write_text
@@ -240,7 +239,7 @@ class RunFolder:
         if (text := read_text(file)) is None:
             return {}
         try:
-            found = parse_yaml(text, most=math.inf)  # `dump_yaml` writes more characters than it was given
+            found = parse_yaml(text)
             if not isinstance(found, dict) or not found:
                 raise ValueError("it has no settings")
             sections = dict.fromkeys(("published", "cell", "data"), Draft | None)
@@ -414,15 +413,6 @@ def _with_keys_of(before: Json, now: Json) -> Json:
         key: _with_keys_of(was, new) if isinstance(was, Mapping) and isinstance(new, Mapping) else new
         for key, was, new in pairs
     }
-
-
-def flat_settings(settings: Json, prefix: str = "") -> Draft:
-    """`{"train": {"lr": 0.1}}` as `{"train.lr": 0.1}`."""
-    values: dict[str, object] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        values |= flat_settings(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return values
 
 
 def find_folders(folders: Iterable[Path]) -> dict[Path, int]:

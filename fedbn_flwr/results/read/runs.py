@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from fedbn_flwr.errors import UserError, few, log_once
-from fedbn_flwr.trees import Draft, Json
+from fedbn_flwr.text import duration, printable
+from fedbn_flwr.trees import Draft, Json, flat_settings
 
-from ..folder import RunFolder, deciding, find_folders, flat_settings
+from ..folder import RunFolder, deciding, find_folders
 from ..folder.clients import last_values
 from ..folder.summary import Summary
-from ..text import duration, printable
 
 
 @dataclass(frozen=True, eq=False)

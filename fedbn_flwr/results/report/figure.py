@@ -10,8 +10,7 @@ from typing import Any
 
 from fedbn_flwr.errors import UserError, needs
 from fedbn_flwr.storage import replacing, writing
-
-from ..text import in_html
+from fedbn_flwr.text import in_html
 
 with needs("report", "a plot"):
     from matplotlib import rc_context

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from fedbn_flwr.tasks import goodness
+from fedbn_flwr.text import in_latex
 
-from ..text import in_latex
 from .curves import Measure
 from .rows import Row, runs_of, sweeps
 from .tables import Lines, ReportForm, by_domain, columns, domain_table, measures_of_sweep, sweep_tables, table

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedbn_flwr.errors import UserError, did_you_mean
+from fedbn_flwr.text import in_plot
 
 from ..folder.clients import PartitionCounts
-from ..text import in_plot
 from .curves import AXES, Measure, curve, measures, thin
 from .rows import OWN, Row, Sweep, both, deviation, headline, mean, runs_of, sweeps
 from .tables import (

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedbn_flwr.tasks import goodness
+from fedbn_flwr.text import in_words
 from fedbn_flwr.trees import Json
 
 from ..folder.summary import GLOBAL_MODEL
 from ..read.runs import Run, is_number
-from ..text import in_words
 from .curves import Measure
 
 _ENDING = 32  # characters of the ending of a row's name; what differs is also a table

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import UserError, did_you_mean
 from fedbn_flwr.tasks import is_lower_better, title_of
+from fedbn_flwr.text import in_csv, in_html, in_markdown, printable
 from fedbn_flwr.trees import Draft, Json
 
 from ..folder.clients import PartitionCounts, spread
 from ..folder.summary import UNSEEN, domain_keys
 from ..read.runs import Run
-from ..text import in_csv, in_html, in_markdown, printable
 from .curves import Measure
 from .rows import (
     OWN,

@@ -20,13 +20,13 @@ from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.results.folder import from_here
 from fedbn_flwr.storage import to_json, writing
+from fedbn_flwr.text import in_html, in_markdown
 from fedbn_flwr.trees import Json
+from fedbn_flwr.yaml_text import dump_yaml
 
 from ..folder.clients import PartitionCounts
 from ..folder.files import write_text
 from ..read.runs import Run, find_runs, is_number
-from ..text import in_html, in_markdown
-from ..yaml_text import dump_yaml
 from .curves import measures, spent
 from .latex import as_latex
 from .pictures import alone_all, alone_curve, alone_partition, clients_plot, first_of, plot, sweeps_plot

@@ -377,3 +377,27 @@ def test_an_augmentation_of_a_dict_returns_a_dict(own: Own) -> None:
 def test_what_is_wrong_with_an_augmentation_is_one_message(own: Own, part: Any, message: str) -> None:
     with pytest.raises(UserError, match=r"data\.augment: 'own_parts:part' " + message):
         batches(own(part))
+
+
+def halves(labels: np.ndarray, clients: int, /, **options: object) -> list[np.ndarray]:
+    assert options == OPTIONS
+    return np.array_split(np.arange(len(labels)), clients)
+
+
+class Unchanged:
+    def __init__(self, **options: object) -> None:
+        assert options == OPTIONS
+
+    def __call__(self, image: Tensor) -> Tensor:
+        return image
+
+
+OPTIONS = {"name": "a", "key": "b", "labels": 1, "classes": 2, "clients": 3, "seed": 4, "groups": 5}
+
+
+def test_options_of_partitions_and_augmentations_may_have_any_name() -> None:
+    parts = partition(ALL, 5, 2, 0, f"{__name__}:halves", **OPTIONS)
+    assert torch.cat(parts).tolist() == list(range(len(ALL)))
+    augment = own_augmentation(f"{__name__}:Unchanged", **OPTIONS)
+    images = torch.rand(2, 1, 4, 4)
+    assert augment(images, torch.zeros(2), torch.Generator())[0].equal(images)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import Groups
-from fedbn_flwr.data.partitions import partition
+from fedbn_flwr.data.partitions import partition as split
 from fedbn_flwr.errors import DataError
 
 SORTED = torch.arange(10).repeat_interleave(40)  # 400 images of ten classes
@@ -25,6 +25,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "natural": ("natural", {"groups": SITES}),
 }
 CLIENTS = {"domain": st.sampled_from([3, 6, 9, 12]), "natural": st.just(3)}
+
+
+def partition(*given: Any, groups: Groups | None = None, **options: Any) -> list[Tensor]:
+    return split(*given, groups, **options)  # type: ignore[call-arg]
 
 
 def held(part: Tensor, labels: Tensor = SORTED) -> list[int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from fedbn_flwr.experiment.file.layers import (
     read_experiment,
     split_changes,
 )
+from fedbn_flwr.yaml_text import dump_yaml
 from tests.support.command import ROOT
 from tests.support.experiments import fault, read
 
@@ -124,6 +126,16 @@ def test_a_mistyped_file_is_answered_by_the_ones_that_are_there(
             load_experiment(source)
 
 
+@pytest.mark.parametrize("source", [".", "./", "/", "", "..", "a/.."])
+def test_a_folder_is_no_experiment(source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("{}")
+    with pytest.raises(SettingsError) as caught:
+        load_experiment(source)
+    message = f"there is no experiment {source!r}: it is neither a file ending in .yaml nor a shipped experiment; "
+    assert str(caught.value) == message + "`fedbn list experiments` shows those that are shipped"
+
+
 def test_what_extends_nothing_readable_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     for source, message in (
@@ -154,9 +166,37 @@ def test_numbers_are_numbers(text: str, value: float) -> None:
     assert type(found) is type(value)
 
 
-@pytest.mark.parametrize("text", ["1e", "e5", "1e-4x", "v1e4"])
-def test_text_that_looks_like_a_number_stays_text(text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("1e", "e5", "1e-4x", "v1e4", "012", "0o14", "0x1F", "0b1", "1_000", "1:30", "190:20:30", "190:20:30.5"),
+        *("yes", "no", "Yes", "NO", "on", "Off", "y", "N", "2024-01-01", "="),
+    ],
+)
+def test_text_that_looks_like_a_number_or_a_truth_value_stays_text(text: str) -> None:
     assert parse_yaml(text) == text
+    assert parse_yaml(dump_yaml({text: [text]})) == {text: [text]}
+    assert yaml.safe_load(dump_yaml([text])) == [text], "for readers of YAML 1.1 too"
+
+
+@pytest.mark.parametrize("value", ["1e-4", ".5e3", "1.", "true", "null", "~", "", "12", "-3", ".inf", "no", "012"])
+def test_text_that_is_written_is_read_as_text(value: str) -> None:
+    assert parse_yaml(dump_yaml({"key": value})) == yaml.safe_load(dump_yaml({"key": value})) == {"key": value}
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("False", False), ("null", None), ("~", None), ("", None)])
+def test_other_plain_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    assert parse_yaml(f"key: {text}") == {"key": value}
+
+
+def test_a_word_is_text_in_files_on_the_command_line_and_in_categories() -> None:
+    assert fault("rounds: 190:20:30") == "experiment: rounds is '190:20:30': expected a whole number"
+    assert fault("{}", "rounds=012") == "experiment: rounds is '012': expected a whole number"
+    assert fault("train: {compile: yes}") == "experiment: train.compile is 'yes': expected a valid boolean"
+    assert parse_overrides(["data.class_names=[no, yes]"]) == {"data": {"class_names": ["no", "yes"]}}
+    data = read("data: {categories: {smoker: [yes, no], country: [NO, SE], code: [012, 1:30, 7]}}").data
+    assert data.categories == {"smoker": ("yes", "no"), "country": ("NO", "SE"), "code": ("012", "1:30", "7")}
+    assert [*parse_yaml("{on: 1, 012: 2, true: 3, 1.50: 4}")] == ["on", "012", "true", "1.50"], "keys, as written"
 
 
 def test_learning_rate_in_exponent_form_is_accepted() -> None:
@@ -234,6 +274,27 @@ def test_merging_goes_mapping_by_mapping() -> None:
     base = {"train": {"lr": 1, "steps": 2}, "rounds": 3}
     assert merge(base, {"train": {"lr": 5}}) == {"train": {"lr": 5, "steps": 2}, "rounds": 3}
     assert base == {"train": {"lr": 1, "steps": 2}, "rounds": 3}
+
+
+def test_options_of_a_part_are_not_taken_for_settings() -> None:
+    for section in ("data", "model"):
+        base = {section: {"options": {"seeds": [1, 2], "epochs": 3, "loss": {"name": "a", "beta": 1}}}}
+        changes = {section: {"options": {"seed": 7, "steps": 2, "loss": {"name": "b"}}}}
+        options = {"seeds": [1, 2], "epochs": 3, "seed": 7, "steps": 2, "loss": {"name": "b", "beta": 1}}
+        assert merge(base, changes) == {section: {"options": options}}
+    of_strategy = {"strategy": {"name": "m:f", "base": {"name": "m:g", "epochs": 3}}}
+    assert merge(of_strategy, {"strategy": {"base": {"steps": 2}}})["strategy"]["base"] == {
+        "name": "m:g",
+        "epochs": 3,
+        "steps": 2,
+    }
+    assert merge(of_strategy, {"strategy": {"base": {"name": "m:h"}}})["strategy"]["base"] == {"name": "m:h"}
+
+
+def test_a_seed_and_steps_replace_seeds_and_epochs_in_sizes_too() -> None:
+    base = {"seeds": [0, 1], "train": {"epochs": 2}, "sizes": {"small": {"seeds": [2], "train": {"epochs": 1}}}}
+    changes = {"seed": 3, "train": {"steps": 4}}
+    assert merge(base, {**changes, "sizes": {"small": changes}}) == {**changes, "sizes": {"small": changes}}
 
 
 def test_a_mapping_that_names_another_thing_replaces() -> None:

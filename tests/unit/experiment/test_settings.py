@@ -6,6 +6,7 @@ import pytest
 
 from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_experiment, settings_of
 from fedbn_flwr.experiment.settings import Settings
+from fedbn_flwr.trees import flat_settings
 from tests.support.experiments import fault, read
 
 # --- unknown keys ------------------------------------------------------------
@@ -72,7 +73,10 @@ def test_keys_of_experiments_are_suggested_too() -> None:
             "data: {partition: {kind: sharks}}",
             ["data.partition.kind='sharks' is not a partition; did you mean 'shards'"],
         ),
-        ("data: {partition: {alpha: 1}}", ["data.partition.kind is missing; known: classes"]),
+        (
+            "data: {partition: {alpha: 1}}",
+            ["data.partition has alpha without kind; known: dirichlet, or module:callable"],
+        ),
         ("data: {partition: {kind: classes}}", ["'data.partition.classes_per_client' is missing"]),
         ("data: {partition: {kind: dirichlet, alpha: 0}}", ["data.partition.alpha is 0: expected a number above 0"]),
         ("engine: {workers: -1}", ["engine.workers: found -1; expected 0, a number of processes, or 'auto'"]),
@@ -86,7 +90,6 @@ def test_keys_of_experiments_are_suggested_too() -> None:
         ("train: {keep_momentum: true}", ["train: keep_momentum has no effect while momentum is 0"]),
         ("train: {optimizer: 3}", ["train.optimizer: found 3; expected a name, or a mapping with a name and options"]),
         ("train: {optimizer: {nesterov: true}}", ["train.optimizer: found {'nesterov': True}; expected a name"]),
-        ("evaluate: {metrics: auc}", ["evaluate.metrics is 'auc': expected a list"]),
         ("data: {options: 5}", ["data.options is 5: expected a mapping"]),
         (
             "train: {loss: focal}",
@@ -144,7 +147,7 @@ def test_wrong_names_are_reported_with_wrong_types() -> None:
         "rounds is -1",
         "model.name='resnet99' is not a model; did you mean 'resnet",
         "model.norm='gm' is not a kind of normalisation",
-        "data.partition.kind is missing",
+        "data.partition has alpha without kind; known: dirichlet",
         "strategy.base.name='FedXN' is not a strategy; did you mean 'Fed",
     ):
         assert word in found
@@ -234,3 +237,29 @@ def test_another_optimizer_does_not_inherit_the_options_of_the_first() -> None:
     assert read(text, "train.lr=1.0").train.optimizer == {"name": "adamw", "betas": [0.9, 0.95]}
     assert read(text, "train.optimizer={name: sgd}").train.optimizer == "sgd"
     assert read(text, "train.optimizer=adam").train.optimizer == "adam"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("evaluate.metrics", "auc", ("auc",)),
+        ("data.domains", "north", ("north",)),
+        ("data.inputs", "age", ("age",)),
+        ("data.class_names", "cat", ("cat",)),
+        ("data.augment", "flip", ("flip",)),
+        ("data.augment", "null", ("crop", "flip")),
+        ("data.augment", "[]", ()),
+        ("data.categories.sex", "f", ("f",)),
+        ("data.shape", "30", (30,)),
+        ("evaluate.unseen.clients", "3", (3,)),
+        ("evaluate.unseen.statistics", "own", ("own",)),
+        ("train.schedule", "{kind: step, milestones: 0.5}", (0.5,)),
+        ("track", "tensorboard", ("tensorboard",)),
+        ("track", "null", ()),
+    ],
+)
+def test_one_value_needs_no_list(key: str, value: str, found: object) -> None:
+    run = read("data: cifar10", f"{key}={value}")
+    settings = {**flat_settings(run.model_dump()), "data.categories.sex": run.data.categories.get("sex")}
+    settings |= {"train.schedule": run.train.schedule.milestones, "data.inputs": run.data.inputs}
+    assert settings[key] == found

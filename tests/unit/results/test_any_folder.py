@@ -34,7 +34,6 @@ from fedbn_flwr.results.read.runs import find_runs, read_state
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import DEFAULT
 from fedbn_flwr.results.report.write import page, write_report
-from fedbn_flwr.results.yaml_text import LENGTH, dump_yaml, parse_yaml
 from tests.support.fixtures import drawing
 from tests.support.fuzz import cases, changed, check_refusal, damaged
 from tests.support.hostile import kept_log
@@ -87,16 +86,6 @@ def resume(folder: Path) -> None:
     run.check(run.config(), resume=True)
     run.begin(run.config())
     run.checkpoint.read()
-
-
-@pytest.mark.slow
-def test_a_run_of_the_longest_experiment_can_be_read(tmp_path: Path) -> None:
-    known = {"a": [str(number) for number in range(25_000)]}
-    text = json.dumps({"data": {"categories": known}})
-    assert len(text) < LENGTH < len(dump_yaml(parse_yaml(text)))
-    run = RunFolder(tmp_path / "run")
-    run.begin({"data": {"categories": known}})
-    assert run.config()["data"]["categories"] == known
 
 
 @settings(max_examples=cases(150))

@@ -208,7 +208,7 @@ def test_track_is_a_name_a_mapping_or_a_list(text: str, names: list[str]) -> Non
     [
         ("track: [3]", "track.0: found 3; expected a name, or a mapping with a name and options"),
         ("track: [{x: 1}]", "track.0: found {'x': 1}; expected a name, or a mapping with a name and options"),
-        ("track: 3", "track is 3: expected a list"),
+        ("track: 3", "track.0: found 3; expected a name"),
     ],
 )
 def test_wrong_trackers_are_refused(text: str, says: str) -> None:
