@@ -8,13 +8,16 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from scipy.special import stdtr, stdtrit
 
 from fedbn_flwr.results.report.tables import FEWEST, Paired, paired
 from fedbn_flwr.trees import flat_settings
@@ -22,6 +25,7 @@ from fedbn_flwr.trees import flat_settings
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 
+Endpoint = Callable[["Run"], float | None]
 Row = tuple[str | None, ...]  # None: the page's own text
 Table = tuple[tuple[str, ...], list[Row]]
 
@@ -46,14 +50,35 @@ class Run(NamedTuple):
     def finished(self) -> bool:
         return bool(self.summary.get("status", "finished") == "finished")
 
-    def metric(self, keys: str | Sequence[str], rounds: Sequence[int] = ()) -> float | None:
-        """In percent: the first of the keys that the summary has, or the mean accuracy of rounds, which varies less."""
-        if rounds:
-            found = [each["accuracy"] for each in self.curve if rounds[0] <= each["round"] <= rounds[-1]]
-            return 100 * statistics.mean(found) if len(found) > rounds[-1] - rounds[0] else None
+    def of_rounds(self, first: int, last: int) -> float | None:
+        """The mean accuracy in percent of rounds that were all evaluated."""
+        found = [each["accuracy"] for each in self.curve if first <= each["round"] <= last]
+        return 100 * statistics.mean(found) if len(found) > last - first else None
+
+    def key(self, keys: str | Sequence[str]) -> str:
+        """The first of the keys that the summary has, if it is of a model that the run has."""
         key = next((key for key in ([keys] if isinstance(keys, str) else keys) if key in self.summary), "")
         no_model = key.startswith(("accuracy", "best_test")) and self.summary["accuracy_of"] != "the global model"
-        return None if no_model or not key else 100 * float(self.summary[key])
+        return "" if no_model else key
+
+    # In percent, each of the first key that the run has.
+
+    def metric(self, keys: str | Sequence[str]) -> float | None:
+        """After the last round."""
+        return 100 * float(self.summary[key]) if (key := self.key(keys)) else None
+
+    def late(self, keys: str | Sequence[str]) -> float | None:
+        """The primary endpoint: the mean of the last tenth of the evaluations."""
+        found = self._evaluations(keys)
+        return statistics.mean(found[-math.ceil(len(found) / 10) :]) if found else None
+
+    def best(self, keys: str | Sequence[str]) -> float | None:
+        return max(self._evaluations(keys), default=None)
+
+    def _evaluations(self, keys: str | Sequence[str]) -> list[float]:
+        """Empty if the curve lacks the key."""
+        key = self.key(keys)
+        return [100 * each[key] for each in self.curve if key in each]
 
 
 @functools.cache
@@ -84,12 +109,14 @@ def runs_of(reference: str, of_set: str = "") -> list[Run]:
     return runs
 
 
-def by_seed(
-    runs: Iterable[Run], keys: str | Sequence[str] = "accuracy", rounds: Sequence[int] = ()
-) -> dict[int, float]:
-    """A metric of the finished runs; of none of them where a run lacks it."""
-    found = {run.seed: run.metric(keys, rounds) for run in runs if run.finished}
+def by_seed(runs: Iterable[Run], value: str | Sequence[str] | Endpoint = "accuracy") -> dict[int, float]:
+    """A metric, or what an endpoint makes of a run, of the finished runs; of none of them where a run lacks it."""
+    found = {run.seed: value(run) if callable(value) else run.metric(value) for run in runs if run.finished}
     return {} if None in found.values() else {seed: each for seed, each in found.items() if each is not None}
+
+
+def in_rounds(rounds: Sequence[int]) -> Endpoint:
+    return lambda run: run.of_rounds(rounds[0], rounds[-1])
 
 
 def span(numbers: Iterable[float]) -> str:
@@ -140,7 +167,10 @@ def cell(kind: Mapping[str, Any], runs: Sequence[Run], label: str = "") -> str:
             return f"{statistics.mean(run.summary['communication_rounds'] for run in done):,.0f}"
         case "MiB":
             return mean([(done[0].summary["bytes_down"] + done[0].summary["bytes_up"]) / 2**20], digits)
-    if not (values := [*by_seed(done, kind.get("key", ""), kind.get("rounds", ())).values()]):
+    value: str | Endpoint = in_rounds(kind["rounds"]) if "rounds" in kind else kind.get("key", "")
+    if value == "late":
+        value = methodcaller("late", "accuracy")
+    if not (values := [*by_seed(done, value).values()]):
         return "-"
     text = mean(values, digits)
     if "beside" in kind:
@@ -188,13 +218,23 @@ def evidence() -> Table:
 # --- differences -----------------------------------------------------------------
 
 
+MARGIN, OF_ERROR = 2.0, 0.2  # points, and a share of the baseline's error: the smaller one is the margin of equality
+
+
+MARGIN, OF_ERROR = 2.0, 0.2  # points, and a share of the baseline's error: the smaller one is the margin of equality
+
+
 class Difference(NamedTuple):
     title: str
     setup: str
     values: list[float]
     test: Paired
-    p: float  # corrected; 1 with too few seeds
+    margin: float
+    beside: tuple[
+        str, str
+    ]  # after the last round, and at the best of the evaluations; empty for rounds that a table chose
     published: float | None
+    p: float = 1.0  # corrected for the table's entry
 
     def cells(self) -> tuple[str, str, str, str]:
         if not self.values:
@@ -206,34 +246,79 @@ class Difference(NamedTuple):
             tested = f"{low:.1f} to {high:.1f}", p
         return mean(self.values), str(len(self.values)), *tested
 
+    # Two-sided p values, 1 without an interval.
 
-def corrected(tests: Sequence[Paired]) -> list[float]:
-    """The p values of a table's tests, corrected for their number (Holm 1979); 1 with too few seeds."""
-    order = sorted((test.p, place) for place, test in enumerate(tests) if test.pairs >= FEWEST)
-    found, largest = [1.0] * len(tests), 0.0
-    for rank, (p, place) in enumerate(order):
-        found[place] = largest = min(1.0, max(largest, (len(order) - rank) * p))
+    @property
+    def p_differs(self) -> float:
+        return 1.0 if math.isnan(self.test.p) else self.test.p
+
+    @property
+    def p_not_below(self) -> float:
+        """Against a difference of minus the margin."""
+        return self._beyond(self.margin + self.test.difference)
+
+    @property
+    def p_within(self) -> float:
+        """Against a difference of the margin, in either direction."""
+        return max(self.p_not_below, self._beyond(self.margin - self.test.difference))
+
+    @property
+    def p_outside(self) -> float:
+        """The same from the other side."""
+        return self._beyond(abs(self.test.difference) - self.margin)
+
+    def _beyond(self, distance: float) -> float:
+        if math.isnan(self.test.p):
+            return 1.0
+        freedom = self.test.pairs - 1
+        error = (self.test.high - self.test.low) / 2 / float(stdtrit(freedom, 0.975))
+        return min(1.0, 2 * float(stdtr(freedom, -distance / error)))
+
+
+def holm(each_p: Sequence[float]) -> list[float]:
+    """P values, corrected for their number (Holm 1979): the smallest of m times m, the next times m - 1, and so on."""
+    found, largest = [1.0] * len(each_p), 0.0
+    for rank, (p, place) in enumerate(sorted((p, place) for place, p in enumerate(each_p))):
+        found[place] = largest = min(1.0, max(largest, (len(each_p) - rank) * p))
     return found
 
 
 def differences(name: str) -> list[Difference]:
-    """The rows of a table of differences."""
+    """The rows of a table of differences, the p values of each entry corrected together."""
     found: list[Difference] = []
     for entry in specification("results/tables.yaml")[name]["differences"]:
         pairs = entry["pairs"]
         pairs = pairs if isinstance(pairs, dict) else {f"{one} - {other}": [one, other] for one, other in pairs}
-        tests, values = list[Paired](), list[list[float]]()
-        for first, second, *rounds in pairs.values():
-            metric = entry.get("metric", "accuracy")
-            one = by_seed(runs_of(first, entry["set"]), metric, *rounds[:1])
-            other = by_seed(runs_of(second, entry["set"]), metric, *rounds[-1:])
-            tests.append(paired(one, other))
-            values.append([one[seed] - other[seed] for seed in one if seed in other])
-        for title, of_seeds, test, p in zip(pairs, values, tests, corrected(tests), strict=True):
-            known = [figure(entry.get("published", ()), entry.get("names", {}), label) for label in pairs[title][:2]]
-            published = None if None in known else known[0] - known[1]
-            found.append(Difference(title, entry.get("setup", ""), of_seeds, test, p, published))
+        rows = [_difference(title, entry, *pair) for title, pair in pairs.items()]
+        tested = [row for row in rows if row.test.pairs >= FEWEST]
+        every_p = dict(zip([row.title for row in tested], holm([row.p_differs for row in tested]), strict=True))
+        found += [row._replace(p=every_p.get(row.title, 1.0)) for row in rows]
     return found
+
+
+def _difference(title: str, entry: Mapping[str, Any], first: str, second: str, *rounds: Sequence[int]) -> Difference:
+    keys, names = entry.get("metric", "accuracy"), entry.get("names", {})
+    runs = [
+        [run for run in runs_of(label, entry["set"]) if run.seed < entry.get("seeds", math.inf)]
+        for label in (first, second)
+    ]
+
+    def at(*ends: Endpoint) -> list[dict[int, float]]:
+        return [by_seed(each, end) for each, end in zip(runs, (ends[0], ends[-1]), strict=True)]
+
+    last, best, late = (at(methodcaller(name, keys)) for name in ("metric", "best", "late"))
+    one, other = at(*map(in_rounds, rounds)) if rounds else late if all(late) else last
+    beside = ("", "") if rounds else (_apart(*last), _apart(*best))
+    margin = min(MARGIN, OF_ERROR * (100 - statistics.mean(other.values()))) if other else MARGIN
+    known = [figure(entry.get("published", ()), names, label) for label in (first, second)]
+    published = None if None in known else known[0] - known[1]
+    values = [one[seed] - other[seed] for seed in one if seed in other]
+    return Difference(title, entry.get("setup", ""), values, paired(one, other), margin, beside, published)
+
+
+def _apart(one: Mapping[int, float], other: Mapping[int, float]) -> str:
+    values = [one[seed] - other[seed] for seed in one if seed in other]
+    return mean(values) if values else "-"
 
 
 def compared(name: str) -> Table:
@@ -243,39 +328,62 @@ def compared(name: str) -> Table:
         columns["set-up"] = [each.setup for each in found]
     if any(each.published is not None for each in found):
         columns["paper"] = ["-" if each.published is None else f"{each.published:.1f}" for each in found]
-    rows: list[Row] = [(*row, *each.cells()) for *row, each in zip(*columns.values(), found, strict=True)]
-    return (*columns, "ours, points", "seeds", "95 % interval", "p (Holm)"), rows
+    tested = ("ours, points", "seeds", "95 % interval", "p (Holm)", "last round", "best")
+    every = [(*each.cells(), *each.beside) for each in found]
+    columns |= {title: [row[place] for row in every] for place, title in enumerate(tested)}
+    for title in ("last round", "best"):  # of rounds that the table chose, or of metrics that the curve lacks
+        if {*columns[title]} <= {"", "-"} or columns[title] == columns["ours, points"]:
+            del columns[title]
+    return (*columns,), [*zip(*columns.values(), strict=True)]
 
 
 # --- claims -------------------------------------------------------------------------
 
-MARGIN = 2.0  # points: an interval within it shows that two accuracies are equal
 VERDICTS = {
-    "supported": "all differences have the claimed sign and are significant",
-    "supported on other data": "the same, but on other images than the paper's: this isn't the paper's claim",
-    "contradicted": "a difference is significant with the other sign, and none with the claimed one",
-    "not settled": "otherwise, and always with fewer than three seeds",
+    "supported": "all comparisons are significant with the claimed sign, or shown to be equal where the claim says so",
+    "supported on other data": "the same, on other images or another network than the paper's: not the paper's claim",
+    "contradicted": "a comparison is significant with the other sign, or shown to differ where the claim says *equal*",
+    "equal": "a comparison is shown to be within the margin where the claim has a difference",
+    "open": "otherwise, because of too few seeds, too wide intervals, or other data that refute nothing",
     "not measured": "no run of ours",
 }
 
 
 def verdict(expects: str, found: Sequence[Difference]) -> str:
-    """Whether differences are as a claim expects them, all of them or none of them significant with the other sign."""
+    """What the differences say about a claim, with the reason if it is open.
+
+    All comparisons must support a claim, which needs no correction; any of them can refute it, which does (Holm).
+    One that is shown to be within the margin is neither above nor below.
+    """
     if not found:
         return "not measured"
-    if any(each.test.pairs < FEWEST for each in found):
-        return "not settled"
-    if expects == "equal":
-        equal = all(-MARGIN < each.test.low < each.test.high < MARGIN for each in found)
-        return "supported" if equal else "not settled"
-    as_expected = [(each.test.difference > 0) == (expects == "above") for each in found]
-    significant = [each.p < 0.05 for each in found]
-    signs = {*itertools.compress(as_expected, significant)}
-    if expects == "mixed":
-        return "supported" if signs == {True, False} else "not settled"
-    if signs == {True} and all(significant):
-        return "supported"
-    return "contradicted" if signs == {False} else "not settled"
+    ups = [(each.test.difference > 0) == (expects != "below") for each in found]
+    downs, within = [not up for up in ups], [each.p_within < 0.05 for each in found]
+
+    def some(p: str, of: Iterable[bool]) -> bool:
+        return any(itertools.compress((each < 0.05 for each in holm([getattr(row, p) for row in found])), of))
+
+    def apart(of: Sequence[bool]) -> list[bool]:
+        return [side and not equal for side, equal in zip(of, within, strict=True)]
+
+    refuted = {"contradicted": False, "equal": False}
+    match expects:
+        case "equal":
+            supported, refuted["contradicted"] = all(within), some("p_outside", [True] * len(found))
+        case "level":
+            supported, refuted["contradicted"] = (
+                all(each.p_not_below < 0.05 for each in found),
+                some("p_outside", downs),
+            )
+        case "mixed":
+            supported = some("p_differs", apart(ups)) and some("p_differs", apart(downs))
+        case _:
+            supported = all(apart(ups)) and all(each.p_differs < 0.05 for each in found)
+            refuted = {"contradicted": some("p_differs", apart(downs)), "equal": some("p_within", [True] * len(found))}
+    few = [each.test.pairs for each in found if each.test.pairs < FEWEST]
+    reason = f"{span(few)} {'seed' if max(few) == 1 else 'seeds'}" if few else "no significant difference of each sign"
+    reason = reason if few or expects == "mixed" else "too wide an interval"
+    return next((kind for kind, holds in {"supported": supported, **refuted}.items() if holds), f"open: {reason}")
 
 
 def claims() -> Table:
@@ -289,8 +397,8 @@ def claims() -> Table:
             found = [every[comparison] for comparison in chosen]
             known = dict.fromkeys(f"{each.published:.1f}" for each in found if each.published is not None)
             done = "supported" if "counted" in claim else verdict(claim.get("expects", "above"), found)
-            if "instead" in claim:  # other data or another network can't decide on its claim
-                done = "supported on other data" if done == "supported" else "not settled"
+            if "instead" in claim and not done.startswith("open"):  # other data or another network can't decide
+                done = "supported on other data" if done == "supported" else f"open: {done}, but on other data"
             ours, seeds = claim.get("counted", ""), ""
             if found:
                 bracket = "; ".join(filter(None, (claim.get("instead"), *setups)))
@@ -303,7 +411,7 @@ def claims() -> Table:
 
 def verdicts() -> Table:
     """How many claims have each verdict, and when a claim has it."""
-    counts = Counter(row[-1] for row in claims()[1])
+    counts = Counter(str(row[-1]).partition(":")[0] for row in claims()[1])
     rows: list[Row] = [(kind, str(counts[kind]), meaning) for kind, meaning in VERDICTS.items()]
     return ("verdict", "claims", "when"), rows
 
