@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from logging import ERROR
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -84,8 +84,8 @@ class _App(ClientApp):
         of_extensions = {f"query.{action}": (f"answer query.{action}", _extension) for action in declared("queries")}
         for kind, (task, handle) in (_HANDLERS | of_extensions).items():
             category, _, action = kind.partition(".")
-            register = getattr(self, category)(action or "default", mods=[*around.get(category, ())])
-            register(functools.partial(self._handle, task, handle))
+            own = functools.partial(self._handle, task, handle, [*around.get(category, ())])
+            getattr(self, category)(action or "default")(own)
         if not around.get("query"):  # otherwise mods must see each exchange
             self.continue_parked = _continue_parked  # as `engines.capabilities.ContinuesParked`
 
@@ -104,23 +104,33 @@ class _App(ClientApp):
     def __reduce__(self) -> tuple[Callable[..., ClientApp], tuple[object, ...]]:
         return _App, self._given  # its handlers cannot be pickled
 
-    def _handle(self, task: str, handle: Handler, message: Message, context: Context) -> Message:
-        """Restore the node's state, answer the message and save the state; an error names the client and the task."""
+    def _handle(self, task: str, handle: Handler, mods: Sequence[Mod], message: Message, context: Context) -> Message:
+        """Restore the node's state, answer the message and save the state; an error names the client and the task.
+
+        After an error, also of a mod, the node has the state from before the message.
+        """
         request = Request(self._make, message, context, dict(config_of(message.content)))
         call: Callable[[Message, Context], Message] = functools.partial(request.answer, handle)
-        of_mods = declared("client_mods")
+        is_ours = handle is _extension  # it uses only volatile records, which are spent even if it fails
+        keys = () if is_ours else [key for key in request.config if key in declared("client_mods")]
+        for mod in (*dict.fromkeys(part("client_mods", key) for key in keys), *reversed(mods)):
+            call = functools.partial(_call_mod, mod, call)
+        before = {name: record for name, record in context.state.items() if not name.startswith(protocol.VOLATILE)}
         try:
-            if handle is _extension:  # it uses only volatile records, which the state folder never has
-                return call(message, context)
-            with stored_state(message, request.config, context):
-                for mod in dict.fromkeys(part("client_mods", key) for key in request.config if key in of_mods):
-                    call = functools.partial(mod, call_next=call)
+            with nullcontext() if is_ours else stored_state(message, request.config, context):
                 return call(message, context)
         except (Exception, SystemExit) as error:  # sys.exit() in a handler would end Flower's process
+            volatile = {name: context.state[name] for name in context.state if name.startswith(protocol.VOLATILE)}
+            context.state.clear()
+            context.state.update(before | volatile)
             # In an experiment the server reports the error, so the log here need not.
             raise _client_error(
                 context, task, error, "" if protocol.TOKEN in request.config else _ONLY_LOGGED
             ) from error
+
+
+def _call_mod(mod: Mod, call: Callable[[Message, Context], Message], message: Message, context: Context) -> Message:
+    return mod(message, context, call)
 
 
 def _client_error(context: Context, task: str, error: BaseException, note: str = "") -> ClientFailed:

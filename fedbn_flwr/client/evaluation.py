@@ -304,7 +304,8 @@ def evaluate(
         for outputs, targets in map_batches(outputs_of, model, itertools.chain([first], batches), threads):
             counts = measurement.add(outputs, targets)
             number = count(targets) if counts is None or own.form != "classes" else counts[0]
-            total += loss_fn(outputs, targets).double() * number
+            if number:  # else the loss may be NaN, as PyTorch's mean over no pixel is
+                total += loss_fn(outputs, targets).double() * number
             numbers, examples = numbers + number, examples + count(targets)
     finally:
         model.train(was_training)

@@ -117,7 +117,7 @@ class Model(Section):
         "your own](own-parts.md#normaliser)",
     )
     weights: str | None = setting(
-        None, "a safetensors file of pretrained weights, see [Your own parts](own-parts.md#pretrained-weights)"
+        None, "a safetensors or `.pt` file of pretrained weights, see [Your own parts](own-parts.md#pretrained-weights)"
     )
     groups: Positive = setting(2, "number of groups of `gn` and `gn+ws`; it must divide the channels of each layer")
     branch_scale: float = setting(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pickle import UnpicklingError
 from types import MappingProxyType
 from typing import Unpack
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -86,7 +88,7 @@ def build_model(
     num_tokens
         The number of different tokens, if the inputs are tokens.
     weights
-        A safetensors file of pretrained weights (see `load_weights`).
+        A file of pretrained weights, by safetensors or `torch.save` (see `load_weights`).
     arguments
         Further arguments of the network's function or class, such as a width.
     stem
@@ -169,22 +171,45 @@ def _check_arguments(name: str, make: Callable[..., nn.Module], arguments: Tree)
 
 
 def read_weights(weights: str) -> dict[str, Tensor]:
-    """The state dict of the file."""
+    """The state dict in the file, written by safetensors or `torch.save`."""
     from safetensors.torch import load_file
 
+    expected = "a state dict, in a safetensors file or written by torch.save(model.state_dict(), 'weights.pt')"
     try:
-        return load_file(path_of(weights).absolute())
-    except (RuntimeError, OSError, SafetensorError) as error:  # the path may name an unknown user, or a closed folder
-        raise SettingsError(f"model.weights={weights!r} cannot be read: {error}; expected a safetensors file") from None
+        path = path_of(weights).absolute()
+        if path.suffix not in (".pt", ".pth", ".bin"):
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    # The path may name an unknown user, or a closed folder.
+    except (RuntimeError, OSError, EOFError, SafetensorError, UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SettingsError(f"model.weights={weights!r} cannot be read: {reason}; expected {expected}") from None
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        found = f"a dict with the keys {[*state][:3]}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise SettingsError(f"model.weights={weights!r} is {found}; expected {expected}")
+    return dict(state)
+
+
+def _with_one_channel(state: Mapping[str, Tensor], own: Mapping[str, Tensor], weights: str) -> Mapping[str, Tensor]:
+    """Weights for images of several channels as weights for one: the sum over the channels, as in timm."""
+    key = next((key for key, value in own.items() if value.ndim > 2), "")  # the first convolution
+    if key not in state or own[key].shape[1] > 1 or state[key].ndim != own[key].ndim or state[key].shape[1] == 1:
+        return state
+    log_once(
+        f"model.weights={weights!r} is for {state[key].shape[1]} channels, which {key!r} adds up for images of one"
+    )
+    return {**state, key: state[key].sum(1, keepdim=True)}
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) -> None:
     """Copy `state` into the model, batch norm's statistics included. Counters may be missing.
 
-    If the last layer has another number of outputs, it keeps its initial values, and the log says so. Any other
-    difference raises a SettingsError that names the keys.
+    Weights for images of several channels fit images of one: the first convolution gets their sum. If the last layer
+    has another number of outputs, it keeps its initial values, and the log says so. Any other difference raises a
+    SettingsError that names the keys.
     """
     own = model.state_dict()
+    state = _with_one_channel(state, own, weights)
     last = next(reversed(own), "").rpartition(".")[0]
     drawn = {
         key: value
@@ -197,7 +222,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
     except RuntimeError as error:
         raise SettingsError(
             f"model.weights={weights!r} does not fit the network: {in_a_line(error)} If the weights are for another "
-            "image size or number of channels, set model.stem or data.channels"
+            "image size, set model.stem. Weights for color images fit images of one channel too, but no other number"
         ) from None
     for key in [*drawn][:1]:
         log_once(

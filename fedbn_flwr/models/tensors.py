@@ -50,7 +50,11 @@ def check_tensors(model: nn.Module) -> None:
     for where, module in model.named_modules():
         what = f"{repr(where) if where else 'the model'} is a {type(module).__name__}"
         if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
-            raise SettingsError(f"{what} of unknown size; pass a batch through the model first")
+            raise SettingsError(
+                f"{what} of unknown size; call the model on a batch before you pass it on. In an experiment, the "
+                "function that makes it can do so with torch.zeros(2, *input_shape), if it has an argument "
+                "input_shape, the shape of an example"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise SettingsError(
                 f"{what}, whose layers have lost the types by which batch norm is found; train the module that it was "

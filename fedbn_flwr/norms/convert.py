@@ -128,7 +128,7 @@ NORMS = {
 }
 
 
-def own_module(key: str, name: str, *positional: object, **arguments: object) -> nn.Module:
+def own_module(key: str, name: str, /, *positional: object, **arguments: object) -> nn.Module:
     """Call the user's function `name`, which must return a module; `key` is the setting that names it."""
     module = call(key, name, *positional, **arguments)
     if not isinstance(module, nn.Module):

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -489,6 +490,33 @@ def test_a_client_that_diverges_keeps_its_state_of_before_the_round(federation: 
         if spoiled:
             expected = "its train-loss is nan (the client diverged?); the client keeps its state from before this round"
             assert expected in reason(replies.pop(1))
+        found.append([unpack(reply.content["arrays"]) for reply in replies])
+    for one, other in zip(*found, strict=True):
+        assert same(one, other)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_client_whose_mod_fails_after_training_has_the_state_from_before(
+    federation: Federations, folder: bool, tmp_path: Path
+) -> None:
+    fed = federation(batches=2)
+    arrays = pack({key: value for key, value in unpack(fed.arrays()).items() if not key.startswith("1.")})
+    found = []
+    for spoiled in (2, 0):
+
+        def failing(message: Message, context: Context, call_next: Any) -> Message:
+            reply: Message = call_next(message, context)
+            if message.content["config"]["server-round"] == spoiled:  # noqa: B023
+                raise ValueError("no mask")
+            return reply
+
+        where = {"state": str(tmp_path / str(spoiled))} if folder else {}
+        grid = LocalGrid(client_app(fed.make_client, mods={"train": [failing]}), 1, node_config=where)
+        own = {"fedbn_run": "a", "fedbn_run_token": "0" * 32, "fedbn_kept": "affine,statistics"}
+        rounds = (1, 2, 3) if spoiled else (1, 3)
+        replies = [ask(grid, message(1, arrays, server_round=number, **own))[0] for number in rounds]
+        if spoiled:
+            assert "could not train: ValueError: no mask" in reason(replies.pop(1))
         found.append([unpack(reply.content["arrays"]) for reply in replies])
     for one, other in zip(*found, strict=True):
         assert same(one, other)

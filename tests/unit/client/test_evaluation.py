@@ -13,6 +13,7 @@ import torch
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, build_model
@@ -49,6 +50,19 @@ def test_loss_and_accuracy_are_means_over_examples_whatever_the_batches() -> Non
     assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-13)
     assert found["accuracy"] == (logits.argmax(1) == labels).double().mean().item()
     assert model.training
+
+
+def test_a_batch_whose_pixels_are_all_ignored_does_not_count() -> None:
+    """PyTorch's mean over no pixel is NaN."""
+    model, loss = nn.Conv2d(1, 3, 1), nn.CrossEntropyLoss(ignore_index=255)
+    images, masks = torch.randn(4, 1, 5, 5), torch.randint(3, (4, 5, 5))
+    ignored = images, torch.full_like(masks, 255)
+    found, expected = (
+        evaluate(model, batches, loss, torch.device("cpu"))
+        for batches in ([(images, masks), ignored, (images, masks)], [(images, masks)])
+    )
+    assert found["loss"] == pytest.approx(expected["loss"])
+    assert found["accuracy"] == expected["accuracy"]
 
 
 def test_batches_without_examples_are_not_called_masked() -> None:

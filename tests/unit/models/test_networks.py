@@ -18,6 +18,7 @@ from fedbn_flwr.errors import MissingPackage, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.models.build import MODELS, describe_models
+from fedbn_flwr.models.networks import MaxOfQuarters
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,27 @@ def test_lenet_has_the_known_61_706_parameters_and_batch_norm() -> None:
     """6*25+6, 16*6*25+16, 400*120+120, 120*84+84, 84*10+10; and 2*(6+16)."""
     assert parameters(on_meta("lenet")) == 156 + 2_416 + 48_120 + 10_164 + 850 + 44
     assert 156 + 2_416 + 48_120 + 10_164 + 850 == 61_706
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 28, 32])
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_cnn_s_pooling_is_torch_s_adaptive_one_bit_for_bit(size: int, format: torch.memory_format) -> None:
+    images = torch.randn(3, 4, size, size + size // 8).relu().contiguous(memory_format=format)
+    found, expected = (images.clone().requires_grad_() for _ in range(2))
+    ours, theirs = MaxOfQuarters()(found), nn.AdaptiveMaxPool2d(2)(expected)
+    weights = torch.randn_like(ours)
+    for outputs in (ours, theirs):
+        (outputs * weights).sum().backward()
+    assert ours.equal(theirs)
+    assert found.grad.equal(expected.grad)
+
+
+def test_cnn_exports_without_adaptive_pooling() -> None:
+    """ONNX has no function for it."""
+    exported = torch.export.export(build_model("cnn", 10).eval(), (torch.randn(2, 1, 8, 8),))
+    operations = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+    assert not any("adaptive" in name for name in operations)
+    assert any("max_pool2d" in name for name in operations)
 
 
 def test_lenet_s_first_linear_layer_has_400_inputs() -> None:
@@ -358,7 +380,10 @@ def test_a_network_of_torchvision_s_can_be_named_so() -> None:
         ("own_nets:text", "returned a str; expected a torch.nn.Module"),
         ("own_nets:fails", "failed: KeyError: 'weights'"),
         ("own_nets:other", r"failed: TypeError: other\(\) .* argument 'num_classes'"),
-        ("own_nets:lazy", "'1' is a LazyLinear of unknown size"),
+        (
+            "own_nets:lazy",
+            r"'1' is a LazyLinear of unknown size; call the model on a batch .* torch.zeros\(2, \*input_shape\)",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_network_of_the_user_s_own_is_one_message(own: str, name: str, message: str) -> None:

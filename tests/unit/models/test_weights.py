@@ -93,8 +93,11 @@ def test_torchvision_s_weights_fit_the_large_stem(tmp_path: Path) -> None:
         ("cnn", "broken.safetensors", "cannot be read: "),
         ("cnn", "mlp.safetensors", r'Missing key\(s\) in state_dict: "conv1\.weight", "bn1\.weight"'),
         ("cnn", "more.safetensors", r'Unexpected key\(s\) in state_dict: "head"'),
-        ("cnn", "colour.safetensors", r"size mismatch for conv1\.weight: .*\[16, 3, 3, 3\].*\[16, 1, 3, 3\]"),
-        ("resnet18", "DEFAULT", "model.weights='DEFAULT' cannot be read: No such file .*expected a safetensors file"),
+        ("cnn", "two.safetensors", r"size mismatch for conv1\.weight: .*\[16, 2, 3, 3\].*\[16, 3, 3, 3\]"),
+        ("resnet18", "DEFAULT", "model.weights='DEFAULT' cannot be read: No such file .*expected a state dict"),
+        ("cnn", "broken.pt", r"model.weights='broken.pt' cannot be read: .*expected a state dict"),
+        ("cnn", "nested.pt", r"is a dict with the keys \['epoch', 'model'\]; expected a state dict"),
+        ("cnn", "module.pt", r"cannot be read: Weights only load failed.*expected a state dict"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_with_their_keys(
@@ -103,13 +106,30 @@ def test_weights_that_do_not_fit_are_refused_with_their_keys(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.safetensors").write_bytes(b"not safetensors")
     write(trained("mlp", 10), tmp_path / "mlp.safetensors")
-    write(trained("cnn", 10, input_shape=(3, 8, 8)), tmp_path / "colour.safetensors")
+    write(trained("cnn", 10, input_shape=(2, 8, 8)), tmp_path / "two.safetensors")
     state = trained("cnn", 10).state_dict()
+    (tmp_path / "broken.pt").write_bytes(b"not a state dict")
+    torch.save({"epoch": 3, "model": state}, tmp_path / "nested.pt")
+    torch.save(trained("cnn", 10), tmp_path / "module.pt")
     save_file(
         {**{k: v for k, v in state.items() if "tracked" not in k}, "head": torch.ones(1)}, tmp_path / "more.safetensors"
     )
     with pytest.raises(SettingsError, match=message):
-        build_model(name, 10, weights=weights)
+        build_model(name, 10, weights=weights, input_shape=(3, 8, 8) if name == "cnn" else None)
+
+
+def test_a_state_dict_of_torch_is_read_as_a_safetensors_file_is(tmp_path: Path) -> None:
+    source = trained("cnn", 10)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    assert same(source, build_model("cnn", 10, weights=str(tmp_path / "weights.pt")))
+
+
+def test_weights_for_colour_images_fit_grey_ones(tmp_path: Path) -> None:
+    """A grey image has the outputs of a colour image whose three channels are equal to it."""
+    source = trained("cnn", 10, input_shape=(3, 8, 8)).eval()
+    loaded = build_model("cnn", 10, weights=write(source, tmp_path / "a.safetensors"), input_shape=(1, 8, 8)).eval()
+    images = torch.randn(4, 1, 8, 8)
+    torch.testing.assert_close(loaded(images), source(images.expand(-1, 3, -1, -1)))
 
 
 def test_fixup_draws_weights_of_its_own() -> None:
