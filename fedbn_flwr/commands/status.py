@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
         summary="the state of runs: round, accuracy, time left",
         description=(
             "Show the state of runs from their folders, the last changed first: running, silent (its process has not "
-            "written for two minutes, nor for five times its longest round), finished, interrupted (or killed) or failed."
+            "written for two minutes, nor for five times its longest round), finished, interrupted or failed."
         ),
         epilog="Example: fedbn status runs, or again and again: watch -n 5 fedbn status runs",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -14,29 +15,60 @@ import yaml
 from fedbn_flwr.engines import local
 from fedbn_flwr.errors import install
 from tests.support.command import PATIENCE, ROOT, environment, python
+from tests.support.runs import write_run
 
 # Makes `import NAME` fail as if the package were not installed, then runs the command.
-PROGRAM = "import sys; sys.modules[sys.argv[1]] = None; from fedbn_flwr.cli import main; sys.exit(main(sys.argv[2:]))"
+PROGRAM = """
+import sys
+
+package = sys.argv[1]
+for name in [package, *(name for name in sys.modules if name.startswith(package + "."))]:
+    sys.modules[name] = None
+from fedbn_flwr.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+# The commands that need a package, with its extra and what they print before they end.
+CASES = [
+    ("datasets", "data", "", ["run", "quick", "data.name=site"]),
+    ("datasets", "data", "", ["predict", "runs/a-0", "--data", "site/train.csv", "--out", "found.csv"]),
+    ("matplotlib", "report", "\nclient  examples  classes", ["partition", "quick", "data.partition=iid"]),
+    ("scipy", "report", "", ["report", "runs", "--baseline", "a"]),
+    ("ray", "run", "", ["run", "quick", "--engine", "ray"]),
+    ("ray", "run", "", ["flwr", "run", str(ROOT)]),
+    ("tensorboard", "tensorboard", "", ["run", "quick", "track=tensorboard"]),
+    ("segmentation_models_pytorch", "segmentation", "", ["explain", "quick", "model=deeplabv3plus_resnet50"]),
+]
 
 
 def fedbn_without(package: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return python(PROGRAM, package, *words, cwd=cwd)
 
 
-@pytest.mark.parametrize(
-    ("package", "arguments", "extra"),
-    [
-        ("datasets", ("run", "quick", "data.name={folder}"), "data"),
-        ("matplotlib", ("partition", "quick", "data.partition={{kind: iid}}", "--out", "{folder}/plot.png"), "report"),
-    ],
-)
-def test_a_missing_package(package: str, arguments: tuple[str, ...], extra: str, tmp_path: Path) -> None:
-    words = [word.format(folder=tmp_path) for word in arguments]
+@pytest.mark.parametrize(("package", "extra", "printed", "words"), CASES)
+def test_a_missing_package(package: str, extra: str, printed: str, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "train.csv").write_text("x,y\n1,0\n2,1\n")
+    for seed in range(3):
+        for label in "ab":
+            lines = [{"accuracy": 0.1 * seed**2 + 0.1 * (label == "b") * seed, "loss": 1.0}]
+            write_run(tmp_path / "runs" / f"{label}-{seed}", label, seed, lines=lines, config={"rounds": 1})
     done = fedbn_without(package, *words, cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
     reason = f"needs the package '{package}[a-z.]*', which is not installed: {re.escape(install(extra))}"
     assert re.fullmatch(f"fedbn: error: [^(]+ {reason}\n", done.stderr), done.stderr
-    assert ("\nclient  examples  classes" in done.stdout) is (package == "matplotlib")  # a plot comes after its table
+    assert printed in done.stdout  # a plot comes after its table
+
+
+def test_no_optional_package_is_left_out() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {
+        re.match(r"[\w-]+(\[simulation\])?", requirement)[0].replace("-", "_")  # type: ignore[index]
+        for requirements in project["optional-dependencies"].values()
+        for requirement in requirements
+    }
+    own = {"fedbn_flwr", *(re.match(r"[\w-]+", text)[0] for text in project["dependencies"])}  # type: ignore[index]
+    assert {"ray" if name == "flwr[simulation]" else name for name in names} - own == {case[0] for case in CASES}
 
 
 def test_a_folder_that_does_not_exist_is_reported_before_a_missing_package(tmp_path: Path) -> None:
@@ -51,6 +83,7 @@ def test_a_folder_that_does_not_exist_is_reported_before_a_missing_package(tmp_p
 # As PROGRAM, for every package that `fedbn-flwr[EXTRAS]` does not install.
 ONLY_EXTRAS = """
 import sys
+import tomllib
 from importlib import metadata
 from packaging.requirements import Requirement
 

@@ -100,13 +100,16 @@ def write(arguments: argparse.Namespace) -> None:
 
 
 def predict(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr import named
-    from fedbn_flwr.storage import replacing
+    with loading():
+        from fedbn_flwr import named
+        from fedbn_flwr.errors import needs
+        from fedbn_flwr.storage import replacing
+
+        with needs("data", "fedbn predict"):
+            from .predict import predictions
 
     with named.only(arguments.allow):  # someone else may have written the run's folder
         folder, model = _model(arguments)
-        from .predict import predictions
-
         found = predictions(folder, model, arguments.data)
     with replacing(arguments.out, mode=0o600) as file, file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([found.columns, *found.rows])

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pydantic import ValidationError
 
 from fedbn_flwr.data.source import HeldOut, Source
-from fedbn_flwr.errors import UserError, did_you_mean
+from fedbn_flwr.errors import UserError, did_you_mean, needs
 from fedbn_flwr.tasks import is_lower_better, title_of
 from fedbn_flwr.text import in_csv, in_html, in_markdown, printable
 from fedbn_flwr.trees import Draft, Json
@@ -119,8 +119,8 @@ def paired(values: Mapping[int, float], base: Mapping[int, float], test_to_train
     if count < FEWEST or math.isclose(min(found), max(found), abs_tol=1e-12):  # equal but for rounding
         return Paired(count, mean(found))
     error = statistics.stdev(found) * math.sqrt(1 / count + test_to_train)
-    from scipy.special import stdtr, stdtrit  # distribution of t, and its inverse
-
+    with needs("report", "the t test of --baseline"):
+        from scipy.special import stdtr, stdtrit  # distribution of t, and its inverse
     width = float(stdtrit(count - 1, 0.975)) * error
     p = 2 * float(stdtr(count - 1, -abs(mean(found)) / error))
     return Paired(count, mean(found), mean(found) - width, mean(found) + width, p)
