@@ -17,6 +17,7 @@ from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.files import write_text
 from fedbn_flwr.results.read.runs import find_runs, read_state
+from fedbn_flwr.results.report.write import write_report
 from tests.support.sessions import session
 
 
@@ -49,6 +50,16 @@ def test_the_checkpoint_of_another_run_is_refused(
     with pytest.raises(UserError, match=words):
         resume(tmp_path / "run")
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()}
+
+
+def test_the_clients_of_another_run_are_refused(stopped: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(stopped["Scaffold"], tmp_path / "run")
+    shutil.copy(stopped["FedProx"] / "clients.jsonl", tmp_path / "run")
+    words = r"clients\.jsonl', line \d: round \d is not the one in history\.jsonl, of another run"
+    with pytest.raises(UserError, match=words):
+        resume(tmp_path / "run")
+    with pytest.raises(UserError, match=words):
+        write_report([tmp_path / "run"], tmp_path / "report")
 
 
 @pytest.mark.parametrize("other", ["FedProx", "again", "edited"])

@@ -12,9 +12,10 @@ from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import Diverged, OutOfTime, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, unpack
-from fedbn_flwr.results.folder import RunFolder, deciding, file_of
+from fedbn_flwr.results.folder import CLIENTS_DIGEST, RunFolder, deciding, digest_of, file_of
 from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary, time_stamp
+from fedbn_flwr.storage import to_json
 from fedbn_flwr.strategies import FedAvg, Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION
 
@@ -44,12 +45,12 @@ class History(Listener):
 
     def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         now = time.monotonic()
-        finished = finished.with_metrics({**vars(running.grid.take()), "seconds": now - self.mark}, {})
+        clients = {"round": finished.number, "clients": dict(sorted(finished.clients.items()))}
+        about = {CLIENTS_DIGEST: digest_of(to_json(clients)), "seconds": now - self.mark}
+        finished = finished.with_metrics({**vars(running.grid.take()), **about}, {})
         self.mark = now
         running.folder.add_line("history.jsonl", finished.line)
-        running.folder.add_line(
-            "clients.jsonl", {"round": finished.number, "clients": dict(sorted(finished.clients.items()))}
-        )
+        running.folder.add_line("clients.jsonl", clients)
         self.summary.account(finished.line)
         self.summary.notes = dict(running.prepared.rule.notes())
         running.folder.write_summary(self.summary)

@@ -342,11 +342,11 @@ class MaskedRound:
         if answered >= self.threshold:
             return
         listed = "".join(f"\n  - node {node}: {reason}" for node, reason in reasons.items())
-        if stage == "stage keys":
+        if stage == "stage keys" and listed:
             listed += "\nonly clients served by fedbn_flwr.client_app can take part"
         raise RunFailed(
             f"{self._what}, secure aggregation, {stage}: {answered} of {asked} clients answered, {self.threshold} are "
-            f"needed to open a sum:{listed or ' no reply'}"
+            f"needed to open a sum:{listed or ' all that were asked have answered; let more clients train'}"
         )
 
 

@@ -24,6 +24,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -41,10 +42,12 @@ from fedbn_flwr.trees import Draft, Json
 from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 
 from .checkpoint import CheckpointFile, Snapshot
+from .clients import PartitionCounts
 from .environment import environment
 from .files import check, damaged, parse, read_text, write_text
 from .summary import Summary
 
+CLIENTS_DIGEST = "clients_digest"  # in a line of history.jsonl, of the round's line in clients.jsonl
 LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
 
 
@@ -73,6 +76,11 @@ def out_folder(name: str, out: str | Path | None, *, resume: bool) -> Path:
 def from_here(path: Path) -> Path:
     """A path as a person writes it: relative to the current folder if it is inside."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def digest_of(line: str) -> str:
+    """By which the lines of two runs differ, without their line break."""
+    return hashlib.sha256(line.encode()).hexdigest()[:16]
 
 
 def file_of(client: int) -> str:
@@ -128,6 +136,8 @@ class RunFolder:
             raise SettingsError(
                 f"{str(self.path)!r} holds a run already; give another --out, or --resume to continue it"
             )
+        if (missing := [key for key in config if key not in existing]) and not self._is_of_other_code():
+            raise damaged(self.path / "config.yaml", f"it lacks {', '.join(missing)}")
         try:
             existing = complete(existing)
         except SettingsError as error:
@@ -135,6 +145,10 @@ class RunFolder:
             raise damaged(self.path / "config.yaml", reason) from None
         if different := _difference(deciding(existing), deciding(config)):
             raise SettingsError(f"{str(self.path)!r} cannot be resumed with other settings: {different}")
+
+    def _is_of_other_code(self) -> bool:
+        """Whether the last session ran another version of this project or of its packages."""
+        return _versions(_last_session(self.read("environment.json") or {})) != _versions(environment())
 
     def check_data(self, checksum: str | None) -> None:
         """Raise an error if the run had other examples; the checksum is None if they are not known."""
@@ -200,20 +214,19 @@ class RunFolder:
                 raise damaged(self.checkpoint.path, f"it belongs to another run: {different}")
         elif lost := len(self.history()):
             log_once(f"{self.path} has no checkpoint of its {lost} rounds; the run begins again at round 1")
-        kept = {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES}
-        if (rounds := [line["round"] for line in kept["history.jsonl"]]) != list(range(1, done + 1)):
+        kept = {LINES[0]: [line for line in self.history() if line["round"] <= done]}
+        if (rounds := [line["round"] for line in kept[LINES[0]]]) != list(range(1, done + 1)):
             raise SettingsError(
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
                 f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
             )
-        texts = {name: "".join(f"{to_json(line)}\n" for line in lines) for name, lines in kept.items()}
-        self._lines = hashlib.sha256(texts["history.jsonl"].encode())
+        self._lines = hashlib.sha256(_text_of(kept[LINES[0]]).encode())
         if saved is not None and saved.history != self.digest:
             raise damaged(self.path / "history.jsonl", "its rounds are not the ones before the checkpoint")
+        kept |= {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES[1:]}
         summary = self.readable_summary()
         session = {**environment(), "modules": sources(config), **more}
-        before = [first, *first.get("resumed", [])][-1]
-        if done and (different := _difference(_versions(before), _versions(session))):
+        if done and (different := _difference(_versions(_last_session(first)), _versions(session))):
             log_once(
                 f"{self.path} continues with other code: {different}. Its later rounds may differ from an "
                 'uninterrupted run, and it may fail (docs/operations.md, "Upgrading")'
@@ -224,13 +237,13 @@ class RunFolder:
         if first:
             content["resumed"] = [*first.get("resumed", []), {"after_round": done, **session}]
         self.write("environment.json", content, indent=2, durable=True)
-        for name, text in texts.items():
-            if text or name == "history.jsonl":
-                write_text(self.path / name, text)
+        for name, lines in kept.items():
+            if lines or name == LINES[0]:
+                write_text(self.path / name, _text_of(lines))
             else:
                 (self.path / name).unlink(missing_ok=True)
         if summary is not None:  # for the lines that are left, in case the run doesn't begin
-            self.write_summary(summary.of(kept["history.jsonl"]))
+            self.write_summary(summary.of(kept[LINES[0]]))
         return done
 
     def config(self) -> Json:
@@ -256,11 +269,22 @@ class RunFolder:
 
     def add_line(self, name: str, line: Json) -> None:
         """Add the line of a round to one of the files in `LINES`."""
-        file, text = self.path / name, to_json(line) + "\n"
+        file, text = self.path / name, f"{to_json(line)}\n"
         with writing(file), file.open("a", encoding="utf-8") as lines:
             lines.write(text)
         if name == "history.jsonl":
             self._lines.update(text.encode())
+
+    def partition(self) -> PartitionCounts | None:
+        """The examples of each client by class; None if the run doesn't know them."""
+        if (found := self.read("partition.json")) is None:
+            return None
+        counts = PartitionCounts(**{key.name: found[key.name] for key in fields(PartitionCounts)})
+        if any(len(row) != len(counts.classes) for row in counts.counts):
+            raise damaged(self.path / "partition.json", "a client's counts are not one for each class")
+        if len(counts.clients) not in (0, len(counts.counts)):
+            raise damaged(self.path / "partition.json", "its clients have neither a name each nor none")
+        return counts
 
     def history(self) -> list[Json]:
         return self.lines("history.jsonl")
@@ -269,11 +293,14 @@ class RunFolder:
         """The mappings in a .jsonl file, one for each round; empty if there is no file."""
         file = self.path / name
         *lines, _ = (read_text(file) or "").split("\n")  # what follows the last line break was cut off by a crash
+        known = {line["round"]: line.get(CLIENTS_DIGEST) for line in self.history()} if name == "clients.jsonl" else {}
         found: list[Json] = []
         for number, text in enumerate(lines, start=1):
             line = parse(text, file, number)
             if found and line["round"] <= found[-1]["round"]:
                 raise damaged(file, f"round {line['round']} follows round {found[-1]['round']}", number)
+            if known.get(line["round"]) not in (None, digest_of(text)):
+                raise damaged(file, f"round {line['round']} is not the one in history.jsonl, of another run", number)
             found.append(line)
         return found
 
@@ -391,6 +418,14 @@ def deciding(config: Json) -> Json:
     return {**rest, "engine": engine, "evaluate": evaluate}
 
 
+def _text_of(lines: Iterable[Json]) -> str:
+    return "".join(f"{to_json(line)}\n" for line in lines)
+
+
+def _last_session(about: Json) -> Json:
+    return [about, *about.get("resumed", [])][-1]
+
+
 def _versions(session: Json) -> Json:
     """The versions of the code that a session runs, from its entry in environment.json."""
     return {**session.get("versions", {}), "commit": session.get("commit")}
@@ -422,18 +457,20 @@ def find_folders(folders: Iterable[Path]) -> dict[Path, int]:
         if not folder.is_dir():
             raise UserError(f"{str(folder)!r} is not a folder; give run folders or their parent folders")
         # A subfolder may disappear during the search, or not be readable: os.walk leaves it out.
-        below = sorted(Path(where) for where, names in _walk(folder) if "summary.json" in names)
-        found = dict.fromkeys(below, number) | found
+        found = dict.fromkeys(sorted(_with_summary(folder)), number) | found
     return found
 
 
-def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """The folder and all below it, links included, with the names of their files; each folder once."""
+def _with_summary(folder: Path) -> Iterator[Path]:
+    """The folders with a summary.json: this one, those below it, and those that links in it lead to; each once.
+
+    Links are not followed further, since they may lead to the whole disk.
+    """
     seen = set()
-    for where, below, names in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(where)) in seen:  # a link may lead to a folder above it
-            below.clear()
-            continue
-        seen.add(real)
+    for where, below, _ in os.walk(folder):
         below.sort()
-        yield where, names
+        links = (path for name in below if os.path.islink(path := os.path.join(where, name)))
+        for path in (where, *links):
+            if os.path.exists(os.path.join(path, "summary.json")) and (real := os.path.realpath(path)) not in seen:
+                seen.add(real)
+                yield Path(path)

@@ -48,6 +48,7 @@ _ALONE = 4.6, 3.4  # inches of a picture of the page, whose text can be read on 
 _MOST_BANDS = 8  # with more rows the bands of deviation cover each other
 _PANELS = ("round", "communication_rounds", "mib")
 _TIPS = 100  # points of a curve that have a tip
+_CLASSES = 100  # more colours cannot be distinguished
 _SHOWN_CLASSES = 24  # in a legend
 _LABELLED = 3  # more names of clients do not fit in an inch
 _END: Style = {"marker": "x", "markersize": 11, "markeredgewidth": 2.5}  # of a curve that diverged
@@ -363,6 +364,9 @@ def partitions_plot(partitions: Sequence[PartitionCounts]) -> Plot:
 
 def _bars(partition: PartitionCounts, panel: Axes) -> Handles:
     classes, counts, clients = partition.classes, partition.counts, partition.clients
+    if (rest := len(classes) - _CLASSES) > 0:
+        classes = (*classes[:_CLASSES], f"{rest} other classes")
+        counts = tuple((*row[:_CLASSES], sum(row[_CLASSES:])) for row in counts)
     places, bottom = range(len(counts)), [0] * len(counts)
     for label, colour in enumerate(class_colours(len(classes))):
         heights = [row[label] for row in counts]

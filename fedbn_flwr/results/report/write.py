@@ -7,9 +7,9 @@ Its template ends in .md because Flower packs no .html files into an app bundle.
 from __future__ import annotations
 
 import html
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import count
@@ -24,7 +24,6 @@ from fedbn_flwr.text import in_html, in_markdown
 from fedbn_flwr.trees import Json
 from fedbn_flwr.yaml_text import dump_yaml
 
-from ..folder.clients import PartitionCounts
 from ..folder.files import write_text
 from ..read.runs import Run, find_runs, is_number
 from .curves import measures, spent
@@ -179,10 +178,10 @@ def _pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Iterator[tuple[s
         values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
         scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
         yield "Curves", measure.title, [alone_curve(rows, measure.key, axis, scale) for scale in scales]
-    known = (row.first.files.read("partition.json") for row in rows)  # other seeds are alike
-    for found in {json.dumps(counts): counts for counts in known if counts}.values():
-        shown = {**found, **{key: found[key][:_CLIENTS] for key in ("counts", "clients")}}
-        yield "Data of the clients", found["title"], [alone_partition(PartitionCounts(**shown))]
+    known = (row.first.files.partition() for row in rows)  # other seeds are alike
+    for found in {repr(counts): counts for counts in known if counts}.values():
+        shown = replace(found, counts=found.counts[:_CLIENTS], clients=found.clients[:_CLIENTS])
+        yield "Data of the clients", found.title, [alone_partition(shown)]
 
 
 def _run(run: Run) -> str:

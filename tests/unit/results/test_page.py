@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import cli
+from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.curves import POINTS, Measure, curve, measures, thin
-from fedbn_flwr.results.report.pictures import plot
+from fedbn_flwr.results.report.pictures import alone_partition, plot
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import as_markdown, as_text, table
 from fedbn_flwr.results.report.write import write_report
@@ -211,6 +212,31 @@ def test_a_damaged_file_is_reported_by_name(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "run" / "partition.json").write_text("{")
     assert cli.main(["report", "--html", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
     assert "partition.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"counts": [[1, 2], [1]]}, "a client's counts are not one for each class"),
+        ({"counts": [[1, 2, 3], [1, 2]]}, "a client's counts are not one for each class"),
+        ({"clients": ["north"]}, "its clients have neither a name each nor none"),
+    ],
+)
+def test_a_ragged_partition_is_damaged(
+    change: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = {"title": "digits: iid", "classes": ["a", "b"], "counts": [[3, 0], [1, 2]], "clients": []}
+    write_run(tmp_path / "run", "FedBN", files={"partition.json": whole | change})
+    assert cli.main(["report", "--html", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert f"partition.json': {reason}" in capsys.readouterr().err
+
+
+def test_a_picture_has_a_limit_of_classes() -> None:
+    few = alone_partition(PartitionCounts("few", ("a", "b"), ((3, 4), (1, 2)))).words
+    assert few[0] == "client 0, a: 3 examples"
+    many = alone_partition(PartitionCounts("many", tuple(map(str, range(200_000))), ((1,) * 200_000,))).words
+    assert len(many) == 101
+    assert many[-1] == "client 0, 199900 other classes: 199900 examples"
 
 
 def test_settings_that_differ_and_published_figures_are_tables(tmp_path: Path) -> None:

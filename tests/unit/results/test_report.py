@@ -387,8 +387,10 @@ def test_runs_are_found_by_links_and_each_once(tmp_path: Path) -> None:
     (tmp_path / "runs" / "deep" / "up").symlink_to(tmp_path / "runs")  # without an end
     (found,) = find_runs([tmp_path / "runs"])
     assert found.folder == tmp_path / "runs" / "A"
+    write_run(tmp_path / "disk" / "B", "B")
     (tmp_path / "runs" / "deep" / "all").symlink_to(tmp_path / "disk")
-    assert len(find_runs([tmp_path / "runs"])) == 1
+    assert len(find_runs([tmp_path / "runs"])) == 1, "a link to folders of runs may be one to the whole disk"
+    assert {run.label for run in find_runs([tmp_path / "runs", tmp_path / "runs" / "deep" / "all"])} == {"A", "B"}
 
 
 def test_a_summary_that_leads_nowhere_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

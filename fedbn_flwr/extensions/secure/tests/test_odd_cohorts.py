@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, Message
 
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.extensions.secure.client import QUERY
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import partition_of
@@ -59,3 +60,11 @@ def test_a_strategy_derived_from_ours_keeps_its_start(federation: Federations, w
     assert theirs.seen == [2, 1, 2]
     for key, value in unpack(plain.arrays).items():
         np.testing.assert_array_equal(unpack(own.arrays)[key], value, key)
+
+
+def test_a_sum_of_one_client_has_a_reason_of_its_own() -> None:
+    reason = (
+        r"1 of 1 clients answered, 2 are needed to open a sum: all that were asked have answered; let more clients tr"
+    )
+    with pytest.raises(RunFailed, match=reason):
+        trained(Secure(FedAvg(min_available_nodes=1, min_train_nodes=1, **NO_EVALUATION)), grid(1))
