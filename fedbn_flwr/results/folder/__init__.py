@@ -423,7 +423,8 @@ def _text_of(lines: Iterable[Json]) -> str:
 
 
 def _last_session(about: Json) -> Json:
-    return [about, *about.get("resumed", [])][-1]
+    sessions: list[Json] = [about, *about.get("resumed", [])]
+    return sessions[-1]
 
 
 def _versions(session: Json) -> Json:
