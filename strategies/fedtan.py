@@ -13,8 +13,7 @@ ways, all with the same results.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -27,11 +26,13 @@ from torch.optim import SGD
 from fedbn_flwr.client.rule import ClientRule, Gradient
 from fedbn_flwr.engines.capabilities import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.carriers import ByMessages, Carrier, ExchangesDone, judge, service
+from fedbn_flwr.exchange.carriers import ByMessages, Carrier, ExchangesDone, Service, service
 from fedbn_flwr.exchange.codec import TIME_LIMIT, Agreement, Contribution
+from fedbn_flwr.exchange.exchanges import run_exchanges
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import total_weight, weighted_mean
+from fedbn_flwr.messages.arrays import variance_keys
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.server.hooks import Config, Round, Traits, mean_is_enough, require_norm
 
@@ -86,7 +87,7 @@ class FedTAN(FedAvg):
         self.exchange, self.weights_by = exchange, weights
         self.exchange_timeout, self.direct = exchange_timeout, direct
         self.service = service() if direct else None
-        self._carrier: Carrier | None = None
+        self._running: Service | None = None
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
@@ -105,33 +106,39 @@ class FedTAN(FedAvg):
 
     def with_exchanges(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         """The train messages: the exchanges come before them or, over streams, while clients handle them."""
-        self._carrier = None  # in a skipped round, `incoming` was not called
+        self._running = None  # in a skipped round, `incoming` was not called
         if not messages or Role.STATISTICS in frozen_roles(round.config):
             return messages
+        if self.service is not None:
+            run = partial(self.run_exchanges, round)
+            self._running = self.service(round.grid, messages, self.exchange_timeout, run)
+            return self._running.messages
         continued = capabilities(round.grid).continue_parked if self.direct else None
-        make = self.service or partial(ByMessages, continue_parked=continued)
-        carrier = self._carrier = make(round.grid, messages, self.exchange_timeout)
-        return carrier.begin(partial(self.run_exchanges, round, carrier))
+        carrier = ByMessages(round.grid, messages, self.exchange_timeout, continued)
+        return carrier.train_messages(self.run_exchanges(round, carrier))
 
     def run_exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
-        """Run all exchanges of a round. A client without a valid contribution is left out of the rest of the round."""
-        report, per_layer = capabilities(round.grid).report, (1 if self.exchange == "fused" else 2) + self.backward
-        agreement, remaining, steps = None, None, Counter[str]()
-        while remaining != 0:
-            nodes = self.asked.nodes
-            answers = carrier.ask(nodes, steps.total(), agreement)
-            exchange = f"round {round.number}, exchange {steps.total() + 1}"
-            contributions, problems = judge(nodes, answers, remaining, self.bounds.outliers if self.bounds else None)
-            if not steps or problems or len(contributions) < len(nodes):  # otherwise all stay, and are in order
-                partitions = {node: contribution.partition for node, contribution in contributions.items()}
-                self.asked, _ = self.roster.admit(exchange, self.asked, partitions, problems)
-            usable = [contributions[node] for node in self.asked.nodes]
-            agreement, remaining, kind = self.agree(exchange, usable), usable[0].remaining, usable[0].kind
-            steps[kind] += 1
-            way = "backward" if kind == "gradients" else "forward"
-            report(f"{way} pass, layers", steps[kind], (steps.total() + remaining) // per_layer)
-        assert agreement is not None
-        return ExchangesDone(self.asked.nodes, steps.total(), agreement)
+        """Run all exchanges of a round. A client without a usable contribution is left out of the rest of the round."""
+
+        def named(step: int) -> str:
+            return f"round {round.number}, exchange {step}"
+
+        def admit(
+            step: int, contributions: Mapping[int, Contribution], problems: Sequence[tuple[int, str]]
+        ) -> Sequence[int]:
+            partitions = {node: contribution.partition for node, contribution in contributions.items()}
+            self.asked, _ = self.roster.admit(named(step), self.asked, partitions, problems)
+            return self.asked.nodes
+
+        return run_exchanges(
+            carrier,
+            self.asked.nodes,
+            admit,
+            lambda step, contributions: self.agree(named(step), contributions),
+            self.bounds.outliers if self.bounds else None,
+            capabilities(round.grid).report,
+            len(variance_keys(round.arrays)),
+        )
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
         """The server's answer to one exchange; `what` names the exchange in the log."""
@@ -142,8 +149,8 @@ class FedTAN(FedAvg):
 
     @mean_is_enough
     def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
-        carrier, self._carrier = self._carrier, None
-        return messages if carrier is None else carrier.finish(messages)
+        running, self._running = self._running, None
+        return messages if running is None else running.finish(messages)
 
 
 def algorithm_3(

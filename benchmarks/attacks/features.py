@@ -119,7 +119,7 @@ def _pass(model: nn.Module, layers: Sequence[Layer], inputs: Tensor, *, per_imag
     calls: list[_Call] = []
     terms: list[Tensor] = [torch.zeros((), dtype=inputs.dtype)]
 
-    def normalise(norm: _BatchNorm, y: Tensor) -> Tensor:
+    def normalise(_: str, norm: _BatchNorm, y: Tensor) -> Tensor:
         layer, shape = layers[len(calls)], [-1, y.shape[1]] + [1] * (y.ndim - 2)
         places = list(range(2, y.ndim))
         gamma, beta = norm.weight, norm.bias

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from flwr.app import ConfigRecord, Context, RecordDict
@@ -27,9 +27,9 @@ from fedbn_flwr.exchange.codec import (
     TIME_LIMIT,
     Agreement,
     Contribution,
-    agreement_from_arrays,
     agreement_from_records,
-    agreement_to_arrays,
+    from_bytes,
+    to_bytes,
 )
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -45,8 +45,8 @@ Client = TypeVar("Client")
 Result = TypeVar("Result")
 Sent = TypeVar("Sent")  # what a session sends to an exchange: the contribution of one client, or of several
 
-_EXCHANGES = "exchanges"  # the round's model (0) and agreements (1, 2, ...), in the client's state
-_ROUND = "fedbn.layerwise"  # the record in the client's state that identifies its round
+# A record of the client's state that identifies its round; with "/0" the model, with "/1", "/2", ... the agreements.
+_ROUND = "fedbn.layerwise"
 
 
 _Tasks = queue.SimpleQueue[Callable[[], object]]  # a thread's queue; it runs one session after the other
@@ -209,16 +209,18 @@ def train_by_messages(
 ) -> Contribution | Update:
     """Begin a round (step 0) or continue it with the result of exchange `step`, up to the next exchange or the end."""
     step, run, extras = int(config[protocol.EXCHANGE_STEP]), run_of(config), other_arrays(content)
-    state = NodeState(context.state, run)
-    if not step:
-        context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
-    place, round_id = _place(context)
+    NodeState(context.state, run)  # without arrays of another run
     agreement = agreement_from_records(content) if step else None
-    received = unpack(arrays_of(content)) if agreement is None else agreement_to_arrays(agreement)
-    state.save(f"{_EXCHANGES}/{step}", received)
+    if agreement is None:
+        _forget(context)
+        context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
+        context.state[f"{_ROUND}/0"] = arrays_of(content)
+    else:
+        context.state[f"{_ROUND}/{step}"] = ConfigRecord({"agreement": to_bytes(agreement)})
+    place, round_id = _place(context)
     parked = parked_rounds.take(place, round_id, step)
     if parked is None:
-        parked, agreement = _replay(make, state, config, extras, round_id), None
+        parked, agreement = _replay(make, context, config, extras, round_id), None
         if any(other.client.model is parked.client.model for other in parked_rounds.values()):
             raise MessageError(
                 "another client is in the middle of a round with this very model; the clients of a layer-wise round "
@@ -231,8 +233,7 @@ def train_by_messages(
         parked_rounds[place] = parked
         return contribution
     update = parked.result.result()
-    state.forget(_EXCHANGES)
-    del context.state[_ROUND]
+    _forget(context)
     return update
 
 
@@ -267,21 +268,27 @@ def client_without_parked_round(make: Callable[[], Client], config: Config, cont
     """
     run = run_of(config)
     parked_rounds.take((run or "", context.run_id, context.node_id))
-    if _ROUND in context.state:
-        del context.state[_ROUND]
-        NodeState(context.state, run).forget(_EXCHANGES)
+    _forget(context)
     client = make()
     for place in [place for place, parked in parked_rounds.items() if parked.client.model is vars(client).get("model")]:
         parked_rounds.take(place)
     return client
 
 
+def _forget(context: Context) -> None:
+    """Delete the round in the client's state."""
+    for key in [key for key in context.state if key.startswith(_ROUND)]:
+        del context.state[key]
+
+
 def _replay(
-    make: MakeBNClient, state: NodeState, config: Config, extras: dict[str, Arrays], round_id: str
+    make: MakeBNClient, context: Context, config: Config, extras: dict[str, Arrays], round_id: str
 ) -> ParkedRound:
     """A round that will replay what the client's state has of it."""
-    client, step = make(), int(config[protocol.EXCHANGE_STEP])
-    received = [state.load(f"{_EXCHANGES}/{number}") for number in range(step + 1)]
-    if missing := [number for number, arrays in enumerate(received) if not arrays]:
-        raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
-    return ParkedRound(client, received[0], config, extras, [*map(agreement_from_arrays, received[1:])], round_id)
+    steps = range(int(config[protocol.EXCHANGE_STEP]) + 1)
+    stored: list[Any] = [context.state.get(f"{_ROUND}/{step}") for step in steps]
+    if None in stored:
+        raise MessageError(f"the client's state does not have the result of exchange {stored.index(None)}")
+    model, *agreed = stored
+    agreements = [agreement_from_records(from_bytes(record["agreement"])) for record in agreed]
+    return ParkedRound(make(), unpack(model), config, extras, agreements, round_id)

@@ -1,4 +1,4 @@
-"""The values of one exchange, converted to Flower's records and to arrays, and back.
+"""The values of one exchange, converted to Flower's records and to bytes, and back.
 
 A client sends a `Contribution`, and the server answers with an `Agreement`. Neither trusts the other: invalid content
 raises `MessageError`.
@@ -9,31 +9,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.gate import checked_content
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import partition_of
+from fedbn_flwr.messages.serialization import dump, parse
 
 TEXT_LIMIT = 1000  # the most characters of a text that a client sends
 TIME_LIMIT = 3600  # the most seconds that a strategy may wait for an exchange
-KIND = "what"  # config key
-_NUMBERS = "numbers"  # no tensor has this name
+KIND, LAYER = "what", "layer"  # config keys
+END = "end"  # the kind of a contribution without tensors, which ends exchanges without gradients
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """The values that one client sends to an exchange."""
+    """The values that one client sends to an exchange, for one pass through one layer."""
 
-    kind: str  # "moments" (mean and var together), "mean", "variance" (around the agreed mean), "gradients" (of both)
+    layer: str  # the name of the batch norm in the client's model; empty at the end
+    # "moments" (mean and var together), "mean", "variance" (around the agreed mean), "gradients" (of both), or END
+    kind: str
     tensors: Arrays
     batch: int  # B_i, the number of examples in this client's batch
     values: int  # v_i, the number of values per channel in the batch, without padded positions
-    remaining: int  # the number of exchanges that follow this one
     examples: float = 0  # p_i up to scale, such as the number of examples in this client's data set
     partition: int | None = None  # the server orders clients by it
 
@@ -49,7 +51,6 @@ class Agreement:
 
 def contribution_to_records(contribution: Contribution) -> RecordDict:
     numbers: dict[str, int | float] = {
-        protocol.EXCHANGES_LEFT: contribution.remaining,
         protocol.BATCH_EXAMPLES: contribution.batch,
         protocol.BATCH_VALUES: contribution.values,
         protocol.NUM_EXAMPLES: contribution.examples,
@@ -60,7 +61,7 @@ def contribution_to_records(contribution: Contribution) -> RecordDict:
         {
             "arrays": pack(contribution.tensors),
             "metrics": MetricRecord(numbers),  # type: ignore[arg-type]
-            "config": ConfigRecord({KIND: contribution.kind}),
+            "config": ConfigRecord({KIND: contribution.kind, LAYER: contribution.layer}),
         }
     )
 
@@ -73,30 +74,21 @@ def contribution_from_records(content: RecordDict) -> Contribution:
             "the reply is not a contribution to an exchange; serve the client with fedbn_flwr.client_app"
         )
     (numbers,) = metrics.values()
+    config = configs["config"]
     return Contribution(
+        layer=str(config.get(LAYER, ""))[:TEXT_LIMIT],
+        kind=str(config.get(KIND))[:TEXT_LIMIT],
+        tensors=unpack(arrays["arrays"]),
         batch=int(_number(numbers, protocol.BATCH_EXAMPLES)),
         values=int(_number(numbers, protocol.BATCH_VALUES)),
-        remaining=int(_number(numbers, protocol.EXCHANGES_LEFT)),
         examples=_number(numbers, protocol.NUM_EXAMPLES),
-        kind=str(configs["config"].get(KIND))[:TEXT_LIMIT],
-        tensors=unpack(arrays["arrays"]),
         partition=partition_of(content),
     )
 
 
-def numbers_of(agreement: Agreement) -> protocol.Metrics:
-    """The agreement's numbers, as an entry for a config."""
-    return {protocol.EXCHANGE_VALUES: [float(agreement.values), agreement.per_example]}
-
-
-def agreement_to_arrays(agreement: Agreement) -> Arrays:
-    """The agreement as named arrays, for a client's state."""
-    return {**agreement.tensors, _NUMBERS: np.array([agreement.values, agreement.per_example])}
-
-
-def agreement_from_arrays(arrays: Arrays) -> Agreement:
-    values, per_example = arrays[_NUMBERS].tolist()
-    return Agreement({name: array for name, array in arrays.items() if name != _NUMBERS}, int(values), per_example)
+def agreement_to_records(agreement: Agreement) -> RecordDict:
+    numbers = [float(agreement.values), agreement.per_example]
+    return RecordDict({"arrays": pack(agreement.tensors), "config": ConfigRecord({protocol.EXCHANGE_VALUES: numbers})})
 
 
 def agreement_from_records(content: RecordDict) -> Agreement:
@@ -112,3 +104,16 @@ def _number(numbers: MetricRecord, key: str) -> float:
     if not isinstance(value, int | float) or (key != protocol.NUM_EXAMPLES and value % 1):
         raise MessageError(f"its metrics have {key!r} = {shown(value)}; expected a whole number")
     return value
+
+
+def to_bytes(value: Contribution | Agreement) -> bytes:
+    return dump(contribution_to_records(value) if isinstance(value, Contribution) else agreement_to_records(value))
+
+
+def from_bytes(data: bytes) -> RecordDict:
+    """The records of a contribution or an agreement."""
+    try:
+        content = parse(data, RecordDict)
+    except ValueError:
+        raise MessageError("its bytes are not records") from None
+    return checked_content(content)

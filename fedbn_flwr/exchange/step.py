@@ -36,7 +36,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -45,8 +44,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr import seeding
-from fedbn_flwr.batch import Outputs, Value, count, map_tensors
+from fedbn_flwr.batch import Outputs, Value, count
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.models.tensors import as_array
@@ -54,7 +52,7 @@ from fedbn_flwr.norms.compound import DECLARE, computes_batch_norm, followed
 from fedbn_flwr.norms.roles import batch_norms
 from fedbn_flwr.norms.variants import at_real_positions
 
-from .codec import Agreement, Contribution
+from .codec import END, Agreement, Contribution
 
 Exchange = Callable[[Contribution], Agreement]
 
@@ -96,18 +94,14 @@ class LayerwiseStep:
     ) -> Tensor:
         batch = count(inputs)
         check_batch(batch, min_batch=self.min_batch, own_min_batch=self.own_min_batch)  # before anything is sent
-        exchanges = Exchanges(self, batch, self.count_exchanges(model, inputs))
-        return exchanges.pass_through(model, inputs, lambda outputs: loss_fn(outputs, targets))
-
-    def count_exchanges(self, model: nn.Module, inputs: Value) -> int:
-        return count_calls(model, inputs) * ((1 if self.fused else 2) + self.backward)
+        return Exchanges(self, batch).pass_through(model, inputs, lambda outputs: loss_fn(outputs, targets))
 
 
-def normalise(exchanges: Exchanges, layer: _BatchNorm, y: Tensor) -> Tensor:
-    """Batch norm's forward, over all clients: y [N, C, ...]."""
+def normalise(exchanges: Exchanges, name: str, layer: _BatchNorm, y: Tensor) -> Tensor:
+    """Batch norm's forward, over all clients: y [N, C, ...]; `name` is the layer's in the model."""
     layer._check_input_dim(y)
     like = layer.weight if layer.running_mean is None else layer.running_mean  # may be float32 when y is float16
-    moments = exchanges.moments(y.detach() if like is None else y.detach().to(like.dtype))
+    moments = exchanges.moments(name, y.detach() if like is None else y.detach().to(like.dtype))
     update_running(layer, moments)
     gamma = torch.ones_like(moments.mean) if layer.weight is None else layer.weight
     beta = torch.zeros_like(moments.mean) if layer.bias is None else layer.bias
@@ -174,6 +168,7 @@ def input_gradient(
 class Moments:
     """The agreed statistics of one pass through one batch norm; a layer that is used twice has two passes."""
 
+    layer: str  # its name
     mean: Tensor
     var: Tensor
     values: int  # v_i
@@ -190,18 +185,21 @@ class Exchanges:
         The settings of the step.
     batch
         The number of examples in the batch.
-    left
-        How many exchanges follow.
     """
 
-    def __init__(self, step: LayerwiseStep, batch: int, left: int) -> None:
-        self.step, self.batch, self.left = step, batch, left
+    def __init__(self, step: LayerwiseStep, batch: int) -> None:
+        self.step, self.batch = step, batch
         self._open: list[Moments] = []  # passes whose gradients are yet to be exchanged
 
     def pass_through(self, model: nn.Module, inputs: Value, loss: Callable[[Outputs], Tensor]) -> Tensor:
         """Compute the loss of the outputs and the gradients, with all exchanges; returns the detached loss."""
         with replaced_forward(model, functools.partial(normalise, self)):
             outputs = model(inputs)
+        if not self._open:
+            raise MessageError(
+                "no batch norm ran in the forward pass of this client's model, so there is nothing to exchange; use "
+                "FedAvg, or a model whose forward calls its batch norms"
+            )
         with replaced_forward(model, _called_by_loss):
             losses = loss(outputs)
         # Otherwise autograd's only thread for a GPU would run the backward passes of all clients there.
@@ -215,28 +213,35 @@ class Exchanges:
         out: Tensor = ExchangingNorm.apply(y, gamma, beta, layer, moments, self)  # type: ignore[no-untyped-call]
         return out
 
-    def moments(self, y: Tensor) -> Moments:
+    def moments(self, layer: str, y: Tensor) -> Moments:
         """The agreed mean and variance of a layer's input y [N, C, ...]."""
         values = y.numel() // y.shape[1]
         if self.step.fused:
             mean, var = self.measured(y)
-            (mean, var), agreement = self.agree_on("moments", values, mean=mean, var=var)
+            (mean, var), agreement = self.agree_on(layer, "moments", values, mean=mean, var=var)
         else:
-            (mean,), _ = self.agree_on("mean", values, mean=self.mean(y))
-            (var,), agreement = self.agree_on("variance", values, var=self.variance(y, mean))
+            (mean,), _ = self.agree_on(layer, "mean", values, mean=self.mean(y))
+            (var,), agreement = self.agree_on(layer, "variance", values, var=self.variance(y, mean))
         size = self.batch_size(mean) * agreement.per_example
-        self._open.append(Moments(mean, var, values, agreement.values, size))
+        self._open.append(Moments(layer, mean, var, values, agreement.values, size))
         return self._open[-1]
 
     def gradients(self, moments: Moments, mean: Tensor, var: Tensor) -> Sequence[Tensor]:
         """The gradients with respect to the agreed moments: the clients' mean, or these of the client."""
         self._open.remove(moments)
-        return self.agree_on("gradients", moments.values, mean=mean, var=var)[0] if self.step.backward else (mean, var)
+        if not self.step.backward:
+            return mean, var
+        return self.agree_on(moments.layer, "gradients", moments.values, mean=mean, var=var)[0]
 
     def finish(self) -> None:
-        """Exchange the gradients of layers on which the loss does not depend; they are the same on all clients."""
+        """Exchange the gradients of layers on which the loss does not depend; they are the same on all clients.
+
+        The last gradients end the exchanges; without any, a contribution without tensors does.
+        """
         for moments in reversed([*self._open]):
             self.gradients(moments, torch.zeros_like(moments.mean), torch.zeros_like(moments.var))
+        if not self.step.backward:
+            self.agree_on("", END, self.batch)
 
     def measured(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """The mean and variance of each channel."""
@@ -261,27 +266,26 @@ class Exchanges:
         """B_i, for all channels or for each one."""
         return self.batch
 
-    def agree_on(self, kind: str, values: int, **tensors: Tensor) -> tuple[Sequence[Tensor], Agreement]:
+    def agree_on(self, layer: str, kind: str, values: int, **tensors: Tensor) -> tuple[Sequence[Tensor], Agreement]:
         """Exchange tensors, and return their agreed values and the whole agreement."""
-        self.left -= 1
-        agreement = self.ask(kind, values, {name: as_array(tensor) for name, tensor in tensors.items()})
+        agreement = self.ask(layer, kind, values, {name: as_array(tensor) for name, tensor in tensors.items()})
         # PyTorch does not accept read-only arrays, so this copies them.
         agreed = [torch.from_numpy(np.array(agreement.tensors[name])).to(tensor) for name, tensor in tensors.items()]
         return agreed, agreement
 
-    def ask(self, kind: str, values: int, own: Arrays) -> Agreement:
+    def ask(self, layer: str, kind: str, values: int, own: Arrays) -> Agreement:
         step = self.step
-        return step.exchange(Contribution(kind, own, self.batch, values, self.left, step.examples, step.partition))
+        return step.exchange(Contribution(layer, kind, own, self.batch, values, step.examples, step.partition))
 
 
-def _called_by_loss(layer: _BatchNorm, y: Tensor) -> Tensor:
+def _called_by_loss(name: str, layer: _BatchNorm, y: Tensor) -> Tensor:
     raise MessageError(
         f"FedTAN's step cannot train with a loss that itself calls a batch norm of the model ({layer}), because only "
         "calls in the model's forward are exchanged; let forward return all that the loss needs"
     )
 
 
-def _computed_again(layer: _BatchNorm, y: Tensor) -> Tensor:
+def _computed_again(name: str, layer: _BatchNorm, y: Tensor) -> Tensor:
     raise MessageError(
         "FedTAN's step cannot train a model whose backward pass computes batch norms again (activation checkpointing, "
         "memory_efficient=True), because the agreed statistics would be lost; turn that off"
@@ -316,50 +320,18 @@ def exchanged_layers(model: nn.Module) -> dict[str, _BatchNorm]:
 
 
 @contextmanager
-def replaced_forward(model: nn.Module, forward: Callable[[_BatchNorm, Tensor], Tensor]) -> Iterator[None]:
-    """In this block, batch norms that train call `forward(layer, values)`; the values have no padded positions."""
-    layers = exchanged_layers(model).values()
+def replaced_forward(model: nn.Module, forward: Callable[[str, _BatchNorm, Tensor], Tensor]) -> Iterator[None]:
+    """In this block, batch norms that train call `forward(name, layer, values)`, without padded positions."""
+    layers = exchanged_layers(model)
     try:
-        for layer in layers:
+        for name, layer in layers.items():
             # On the instance, so that the class, the state dict and other models do not change.
-            norm = functools.partial(at_real_positions, functools.partial(forward, layer))
+            norm = functools.partial(at_real_positions, functools.partial(forward, name, layer))
             layer.forward = functools.partial(followed, layer, norm)  # type: ignore[method-assign]
         yield
     finally:
-        for layer in layers:
+        for layer in layers.values():
             layer.__dict__.pop("forward", None)
-
-
-# What `count_calls` found last for each model: the form of its inputs with the layers' names, and the number of calls.
-_calls: WeakKeyDictionary[nn.Module, tuple[object, int]] = WeakKeyDictionary()
-
-
-@torch.no_grad()
-def count_calls(model: nn.Module, inputs: Value) -> int:
-    """How many times a forward pass calls batch norms that train. The model does not change; the number is remembered.
-
-    The pass needs the whole batch, since part of a graph's nodes would not be an input.
-    """
-    case = map_tensors(lambda tensor: tensor.shape[1:], inputs), [*exchanged_layers(model)]
-    known, calls = _calls.get(model, (None, 0))
-    if known == case:
-        return calls
-    calls = 0
-    # The pass may change any buffer, for instance in a spectral norm.
-    tables = [module._buffers for module in model.modules()]
-    buffers = [(t, name, buffer, buffer.clone()) for t in tables for name, buffer in t.items() if buffer is not None]
-
-    def counted(layer: _BatchNorm, y: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return y.clone()  # an activation after it may work in place
-
-    with seeding.preserve_rng(), replaced_forward(model, counted):
-        model(inputs)
-    for table, name, buffer, before in buffers:
-        table[name] = buffer.copy_(before)
-    _calls[model] = case, calls
-    return calls
 
 
 def check_batch(examples: int, *, min_batch: int, own_min_batch: int) -> None:

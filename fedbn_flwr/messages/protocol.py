@@ -103,7 +103,6 @@ BATCH_EXAMPLES = "batch-examples"  # examples in the first batch of the round
 BATCH_VALUES = "batch-values"  # values per channel in a batch norm's input, in an exchange
 VALIDATION_SET = "validation"  # the name of a test set: a share of the client's training data
 OWN_TEST_SET = "own"  # the name of a test set: the client's own share of all test examples
-EXCHANGES_LEFT = "exchanges-left"  # how many exchanges of the layer-wise step follow this one
 
 # Message types. The reply to PARTITION_QUERY has the metrics partition-id, own-data (if it is true) and state-round (if
 # there is a state folder).

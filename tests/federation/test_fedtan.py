@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -171,7 +170,8 @@ def test_communication_rounds_and_bytes_of_resnet20_are_the_papers(
     backward = 1_376 if rule is FedTAN else 0
     assert traffic.communication_rounds == rounds
     assert traffic.bytes_down == traffic.bytes_up == 4 * 5 * (model + forward + backward)
-    assert traffic.messages_down == traffic.messages_up == 5 * rounds
+    ending = int(rule is FedAvgGlobalStats)  # a contribution without arrays
+    assert traffic.messages_down == traffic.messages_up == 5 * (rounds + ending)
 
 
 def test_parked_and_replayed_rounds_give_the_same_model(
@@ -282,6 +282,43 @@ def test_a_client_with_another_model_is_named(federation: Federations, flower_lo
         )
 
 
+class OwnNorm(nn.Module):
+    """A batch norm for each client (domain-specific batch norm)."""
+
+    def __init__(self, used: int | None) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(32) for _ in range(2))
+        self.classify, self.used = nn.Linear(32, 3), used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        y: torch.Tensor = self.classify(x if self.used is None else self.norms[self.used](x))
+        return y
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    ("used", "says"),
+    [
+        (int, r"client 1 \(node 2\): it sent moments of the layer 'norms\.1' .*, but client 0 sent .* 'norms\.0'"),
+        (lambda _: None, "no batch norm ran in the forward pass of this client's model"),
+    ],
+    ids=["another layer", "none"],
+)
+def test_clients_that_pass_through_different_layers_are_named(
+    federation: Federations, used: Callable[[int], int | None], says: str, direct: bool
+) -> None:
+    fed = federation((8, 8))
+
+    def make(context: Any) -> BNClient:
+        number = int(context.node_config["partition-id"])
+        return BNClient(OwnNorm(used(number)), fed.data[number], context=context)
+
+    strategy, model = FedTAN(fraction_evaluate=0.0, direct=direct), ArrayRecord(OwnNorm(0).state_dict())
+    with pytest.raises(RunFailed, match=says):
+        strategy.start(LocalGrid(client_app(make), 2), model, num_rounds=1)
+
+
 class SkipsTheFirst(Wrapper):
     def incoming(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         if round.number == 1:
@@ -293,13 +330,17 @@ def test_the_carrier_of_a_skipped_round_has_no_part_in_a_round_without_exchanges
     fed = federation((6, 6), batches=1, model=two_norms, lr=0.1, steps=1)
     finished: list[int] = []
 
-    class Noting(ByMessages):
+    class Noting:
+        def __init__(self, grid: Any, messages: Sequence[Message], timeout: float, run: Any) -> None:
+            carrier = ByMessages(grid, messages, timeout, None)
+            self.messages = carrier.train_messages(run(carrier))
+
         def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
             finished.append(len(replies))
-            return super().finish(replies)
+            return replies
 
     rule = FedTANII(fraction_evaluate=0.0, fedtan_rounds=1)
-    rule.base.service = partial(Noting, continue_parked=None)
+    rule.base.service = Noting
     SkipsTheFirst(rule).start(fed.grid(), fed.arrays(), num_rounds=2)
     assert finished == []
 

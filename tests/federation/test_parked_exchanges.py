@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
@@ -85,8 +84,7 @@ def with_fault(fed: Any, fault: Callable[[], None]) -> ClientApp:
     def make(context: Context) -> Any:
         client = fed.make_client(context)
         if client.identity == {"partition-id": 1}:
-            # Not in the pass without gradients that counts batch norms, before the first exchange.
-            client.model[2].register_forward_pre_hook(lambda *_: fault() if torch.is_grad_enabled() else None)
+            client.model[2].register_forward_pre_hook(lambda *_: fault())
         return client
 
     return client_app(make)

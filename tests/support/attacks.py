@@ -400,11 +400,10 @@ ALL = ("train", "evaluate", protocol.EXCHANGE_QUERY, protocol.STATISTICS_QUERY)
 
 def values() -> list[Attack]:
     found = [Attack(f"num-examples, {n}", metric("num-examples", v), verdict) for n, (v, verdict) in COUNTS.items()]
-    for key in (protocol.BATCH_EXAMPLES, protocol.EXCHANGES_LEFT):
-        for name, (value, verdict) in COUNTS.items():
-            if name in ("2**31", "2.5", "1e-300") or (key == protocol.EXCHANGES_LEFT and name == "0"):
-                verdict = REFUSED
-            found.append(Attack(f"{key}, {name}", metric(key, value), verdict, EXCHANGE))
+    for name, (value, verdict) in COUNTS.items():
+        if name in ("2**31", "2.5", "1e-300"):
+            verdict = REFUSED
+        found.append(Attack(f"batch-examples, {name}", metric(protocol.BATCH_EXAMPLES, value), verdict, EXCHANGE))
     for key in (protocol.TRAIN_LOSS, "loss", "accuracy", "own-accuracy", "own-loss", "own-num-examples"):
         kinds = ("train",) if key == protocol.TRAIN_LOSS else EVALUATE
         given = (

@@ -79,7 +79,6 @@ RULES["Flower's QFedAvg"] = ["strategy={name: QFedAvg, client_learning_rate: 0.1
 RULES["Flower's FedAdam"] = ["strategy={name: FedAdam, eta: 0.01}"]
 # A rule that does not read a part of a reply cannot be spoiled by it.
 UNREAD = {
-    ("FedAvgGlobalStats", "exchanges-left, 0"),  # it has one exchange: none is left after it
     ("FedTAN of the paper, by batch", "num-examples, missing"),
     ("Private", "num-examples, missing"),
     ("Private", "records, empty metrics"),

@@ -11,20 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
-from flwr.app import ConfigRecord, RecordDict
 
 from fedbn_flwr.client.rule import ClientRule, Key, LocalRound
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.exchange.codec import (
-    Agreement,
-    Contribution,
-    agreement_from_records,
-    contribution_to_records,
-    numbers_of,
-)
-from fedbn_flwr.messages.arrays import pack
-from fedbn_flwr.messages.gate import checked_content
-from fedbn_flwr.messages.serialization import dump, parse
+from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, from_bytes, to_bytes
 
 CONTRIBUTE = "/fedbn.Exchange/Exchange"  # a contribution, answered by the agreement
 FAILED = "/fedbn.Exchange/Failed"  # the reason why a client sends no contribution
@@ -40,21 +30,6 @@ KEEPALIVE = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
-
-
-def to_bytes(value: Contribution | Agreement) -> bytes:
-    if isinstance(value, Contribution):
-        return dump(contribution_to_records(value))
-    return dump(RecordDict({"arrays": pack(value.tensors), "config": ConfigRecord(numbers_of(value))}))
-
-
-def from_bytes(data: bytes) -> RecordDict:
-    """The records of a contribution or an agreement."""
-    try:
-        content = parse(data, RecordDict)
-    except ValueError:
-        raise MessageError("its bytes are not records") from None
-    return checked_content(content)
 
 
 DIRECT = "fedbn.direct"

@@ -24,8 +24,15 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.capabilities import capabilities
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
-from fedbn_flwr.exchange.carriers import ExchangesDone
-from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution, contribution_from_records
+from fedbn_flwr.exchange.carriers import Carrier, ExchangesDone
+from fedbn_flwr.exchange.codec import (
+    TEXT_LIMIT,
+    Agreement,
+    Contribution,
+    contribution_from_records,
+    from_bytes,
+    to_bytes,
+)
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.reply import with_config
 
@@ -39,8 +46,6 @@ from .client import (
     FAILED,
     KEEPALIVE,
     TOKEN,
-    from_bytes,
-    to_bytes,
 )
 from .config import ExchangeConfig
 
@@ -52,7 +57,14 @@ _JOIN_SECONDS = 60  # to close the service after the last reply has arrived
 class StreamCarrier:
     """A carrier that runs exchanges on a service, and observes the replies to the train messages."""
 
-    def __init__(self, settings: ExchangeConfig, grid: Grid, messages: Sequence[Message], timeout: float) -> None:
+    def __init__(
+        self,
+        settings: ExchangeConfig,
+        grid: Grid,
+        messages: Sequence[Message],
+        timeout: float,
+        run_exchanges: Callable[[Carrier], ExchangesDone],
+    ) -> None:
         self._engine = capabilities(grid)
         served = self._engine.start()
         if served is not None and served < (count := len(list(grid.get_node_ids()))):
@@ -60,27 +72,25 @@ class StreamCarrier:
                 f"the direct exchange needs all {count} clients alive at once, and this engine serves {served} "
                 "at a time; set engine.workers to the number of clients, or strategy.direct to false"
             )
-        self._messages, self._timeout = messages, timeout
+        self._timeout = timeout
         self._nodes = [message.metadata.dst_node_id for message in messages]
         self._up: list[Arrays] = []  # the contributions to the current exchange
         self._ended: Future[Sequence[int]] = Future()  # the nodes that took part in all exchanges
         self._service = ExchangeService(settings, self._nodes)
         ca = settings.read("ca")
-        self._config = {
+        config = {
             DIRECT: self._service.address,
             DIRECT_TIMEOUT: float(timeout),
             **({} if settings.certificate else {DIRECT_INSECURE: True}),
             **({} if ca is None else {DIRECT_CA: ca.decode()}),
         }
 
-    def begin(self, run_exchanges: Callable[[], ExchangesDone]) -> list[Message]:
-        threading.Thread(target=self._run, args=[run_exchanges], daemon=True, name="fedbn-exchanges").start()
-        self._engine.observe(self.replied, self.given_up)
         tokens = self._service.tokens
-        return [
-            with_config(message, {**self._config, DIRECT_TOKEN: tokens[message.metadata.dst_node_id]})
-            for message in self._messages
+        self.messages = [
+            with_config(message, {**config, DIRECT_TOKEN: tokens[message.metadata.dst_node_id]}) for message in messages
         ]
+        self._engine.observe(self.replied, self.given_up)
+        threading.Thread(target=self._run, args=[run_exchanges], daemon=True, name="fedbn-exchanges").start()
 
     def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
         """Raise the error that ended the exchanges, if there was one."""
@@ -116,10 +126,10 @@ class StreamCarrier:
         self._up = [answer.tensors for answer in answers.values() if isinstance(answer, Contribution)]
         return answers
 
-    def _run(self, run_exchanges: Callable[[], ExchangesDone]) -> None:
+    def _run(self, run_exchanges: Callable[[Carrier], ExchangesDone]) -> None:
         try:
             with self._service:
-                done = run_exchanges()
+                done = run_exchanges(self)
                 self._send(done.nodes, done.agreement, last=True)
             self._ended.set_result(done.nodes)
         except BaseException as error:

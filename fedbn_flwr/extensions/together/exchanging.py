@@ -31,10 +31,10 @@ Ask = Callable[[Sequence[Contribution]], Agreement]  # exchanges the contributio
 class CohortExchanges(Exchanges):
     """The exchanges of clients with a batch each, which have their own `steps`; `ask_all` exchanges for all."""
 
-    def __init__(self, model: nn.Module, steps: Sequence[LayerwiseStep], batches: Batches, ask_all: Ask) -> None:
+    def __init__(self, steps: Sequence[LayerwiseStep], batches: Batches, ask_all: Ask) -> None:
         self.steps, self.batches, self._ask_all = steps, batches, ask_all
         self.sizes = [len(inputs) for inputs, _ in batches]
-        super().__init__(steps[0], max(self.sizes), steps[0].count_exchanges(model, batches[0][0]))
+        super().__init__(steps[0], max(self.sizes))
         self._sizes = torch.tensor(self.sizes)
         places = torch.arange(self.batch).unsqueeze(1)
         # [examples, clients]: whether it is an example of the client; None if all are.
@@ -43,6 +43,7 @@ class CohortExchanges(Exchanges):
     def losses(self, network: Network, tensors: Tensors, loss_fn: Loss) -> Tensor:
         """Each client's loss; computes the gradients of the tensors that need one."""
         inputs, targets = zip(*self.batches, strict=True)
+        self._names = {each.subject: each.name for each in network.operations}
         compute = network.computation(tensors, {nn.BatchNorm1d: self._layer})
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             outputs = compute(pad_sequence([*inputs], batch_first=True))
@@ -62,7 +63,7 @@ class CohortExchanges(Exchanges):
         flat = {name: tensor.flatten() for name, tensor in tensors.items()}
         layer: Any = SimpleNamespace(**{**absent, **own, **flat})  # what `normalise` reads and updates
         folded = x.transpose(0, 1)
-        return normalise(self, layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
+        return normalise(self, self._names[module], layer, folded.flatten(1, 2)).view(folded.shape).transpose(0, 1)
 
     def mean(self, values: Tensor) -> Tensor:
         if self._real is None:
@@ -78,14 +79,14 @@ class CohortExchanges(Exchanges):
         """Each client's value for each of its channels; `channels` is their number over all clients."""
         return values.repeat_interleave(channels // len(self.steps), dim)
 
-    def ask(self, kind: str, values: int, own: Arrays) -> Agreement:
+    def ask(self, layer: str, kind: str, values: int, own: Arrays) -> Agreement:
         """Exchange the channels of all clients; `values` are those of a channel in `self.batch` examples."""
         rows = {name: value.reshape(len(self.steps), -1) for name, value in own.items()}
         agreement = self._ask_all(
             [
                 Contribution(
-                    kind, {name: value[place] for name, value in rows.items()}, size, values // self.batch * size,
-                    self.left, step.examples, step.partition,
+                    layer, kind, {name: value[place] for name, value in rows.items()}, size,
+                    values // self.batch * size, step.examples, step.partition,
                 )
                 for place, (step, size) in enumerate(zip(self.steps, self.sizes, strict=True))
             ]

@@ -250,7 +250,6 @@ class _Group:
         """Compute the gradients of the first batches, with exchanges."""
         steps = [cast(LayerwiseStep, row.training.first_step) for row in self.rows]
         exchanges = CohortExchanges(
-            self.training.model,
             steps,
             [row.batches[0] for row in self.rows],
             lambda contributions: ask(dict(zip(self.rows, contributions, strict=True))),

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
+from fedbn_flwr.messages.arrays import arrays_in, config_of, size_of, unpack
 from fedbn_flwr.messages.gate import Gated, gate
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
@@ -72,7 +72,8 @@ class MeteredGrid(GridAround):
 
     def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
         """Count an exchange of FedTAN that bypassed the grid."""
-        self._count(1, list(map(size_of, down)), list(map(size_of, up)))
+        sizes = list(map(size_of, down))
+        self._count(int(any(count for count, _ in sizes)), sizes, list(map(size_of, up)))
 
     def _count(
         self, rounds: int, down: Sequence[Size] = (), up: Sequence[Size] = (), others: Sequence[Size] = ()
@@ -94,12 +95,14 @@ class MeteredGrid(GridAround):
             self._now.add(traffic)
 
     def _note(self, messages: Sequence[Message], direction: str) -> None:
-        sizes: dict[bool, list[Size]] = {True: [], False: []}
+        sizes, rounds = {True: list[Size](), False: list[Size]()}, 0
         for message in messages:
             kind, content = message.metadata.message_type, message.content if message.has_content() else RecordDict()
             trains = not kind.startswith("evaluate") and kind not in protocol.QUERIES
             sizes[trains].append(size_of(*map(unpack, arrays_in(content).values())))
-        rounds = int(direction == "down" and bool(sizes[True]))
+            # A message that brings an agreement without tensors is the end of the exchange before it.
+            is_end = protocol.EXCHANGE_STEP in config_of(content) and not sizes[trains][-1][0]
+            rounds |= direction == "down" and trains and not is_end
         self._count(rounds, others=sizes[False], **{direction: sizes[True]})
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Gated:

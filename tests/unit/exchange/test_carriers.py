@@ -13,8 +13,9 @@ from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-unty
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.exchange.carriers import ExchangesDone, contribution_problem
-from fedbn_flwr.exchange.codec import Agreement, Contribution
+from fedbn_flwr.exchange.carriers import ExchangesDone
+from fedbn_flwr.exchange.codec import END, Agreement, Contribution
+from fedbn_flwr.exchange.exchanges import contribution_problem
 from fedbn_flwr.server.roster import Asked
 from fedbn_flwr.strategies import FedTAN, Round
 
@@ -31,9 +32,13 @@ class Scripted:
         return {node: answer for node in nodes if (answer := self.script[node][step]) is not None}
 
 
-def mean(value: float, *, remaining: int, partition: int, **changes: Any) -> Contribution:
+def mean(value: float, *, partition: int, **changes: Any) -> Contribution:
     tensors = {"mean": np.full(2, value)}
-    return replace(Contribution("mean", tensors, 4, 8, remaining, examples=10, partition=partition), **changes)
+    return replace(Contribution("norm", "mean", tensors, 4, 8, examples=10, partition=partition), **changes)
+
+
+def over(partition: int) -> Contribution:
+    return Contribution("", END, {}, 4, 4, examples=10, partition=partition)
 
 
 def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, list[str]]:
@@ -41,23 +46,22 @@ def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[Exch
     carrier, strategy = Scripted(script), FedTAN(exchange="paper", min_train_nodes=1)
     strategy.asked = Asked(list(script))
     grid: Any = None  # of an engine without capabilities
-    done = strategy.run_exchanges(Round(3, ArrayRecord(), ConfigRecord(), grid), carrier)  # type: ignore[arg-type]
+    done = strategy.run_exchanges(Round(3, ArrayRecord(), ConfigRecord(), grid), carrier)
     return done, carrier, [*strategy.asked.left_out]
 
 
 def two(first: float, partition: int) -> list[Contribution]:
-    return [mean(first, remaining=1, partition=partition), mean(first + 1, remaining=0, partition=partition)]
+    return [mean(first, partition=partition), mean(first + 1, partition=partition), over(partition)]
 
 
 def test_each_agreement_but_the_last_is_sent_with_the_next_question() -> None:
     done, carrier, reasons = run({7: two(1.0, 1), 9: two(3.0, 0)})
-    assert (done.nodes, done.steps, done.agreement.values) == ([9, 7], 2, 16)
-    assert [nodes for nodes, _ in carrier.asked] == [[7, 9], [9, 7]], "in the order of partitions, once they are known"
-    first, second = (agreement for _, agreement in carrier.asked)
+    assert (done.nodes, done.steps, done.agreement.tensors) == ([9, 7], 3, {})
+    by_partition = "in the order of partitions, once they are known"
+    assert [nodes for nodes, _ in carrier.asked] == [[7, 9], [9, 7], [9, 7]], by_partition
+    first, *others = (agreement for _, agreement in carrier.asked)
     assert first is None
-    assert second is not None
-    assert second.tensors["mean"].tolist() == [2.0, 2.0]
-    assert done.agreement.tensors["mean"].tolist() == [3.0, 3.0]
+    assert [(each.tensors["mean"].tolist(), each.values) for each in others if each] == [([2, 2], 16), ([3, 3], 16)]
     assert not reasons
 
 
@@ -65,59 +69,70 @@ def test_each_agreement_but_the_last_is_sent_with_the_next_question() -> None:
 def test_a_client_without_an_answer_is_out_of_the_rest_of_the_round(answer: str | None) -> None:
     done, carrier, reasons = run({7: two(1.0, 0), 8: [two(5.0, 1)[0], answer], 9: two(3.0, 2)})
     assert done.nodes == [7, 9]
-    assert [nodes for nodes, _ in carrier.asked] == [[7, 8, 9], [7, 8, 9]]
-    assert done.agreement.tensors["mean"].tolist() == [3.0, 3.0]
+    assert [nodes for nodes, _ in carrier.asked] == [[7, 8, 9], [7, 8, 9], [7, 9]]
+    last = carrier.asked[-1][1]
+    assert last is not None
+    assert last.tensors["mean"].tolist() == [3.0, 3.0]
     assert reasons == [f"client 1 (node 8): {answer or 'it did not answer in time'}"]
 
 
 def test_a_contribution_unlike_most_others_is_refused() -> None:
-    other = [mean(9.0, remaining=1, partition=0, tensors={"mean": np.ones(3)})]
+    other = [mean(9.0, partition=0, tensors={"mean": np.ones(3)})]
     done, _, reasons = run({7: other, 8: two(1.0, 1), 9: two(1.0, 2)})
     assert done.nodes == [8, 9]
     assert reasons[0].startswith("client 0 (node 7): it sent ")
-    assert "do all clients have the same model?" in reasons[0]
+    assert "do all clients have the same model" in reasons[0]
 
 
 def test_of_two_equally_common_forms_the_first_partition_s_counts() -> None:
-    other = [mean(9.0, remaining=0, partition=1, tensors={"mean": np.ones(3)})]
-    done, _, _ = run({7: other, 8: [mean(1.0, remaining=0, partition=0)]})
+    other = [mean(9.0, partition=1, tensors={"mean": np.ones(3)})]
+    done, _, _ = run({7: other, 8: two(1.0, 0)})
     assert done.nodes == [8]
 
 
-MOMENTS = Contribution("moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 8, 5, examples=10)
+def test_the_gradients_of_the_last_unfinished_layer_end_the_exchanges() -> None:
+    """Layer a is called twice, and b does not wait for its turn."""
+    calls = [("moments", name) for name in "aba"] + [("gradients", name) for name in "aab"]
+    one, other = (
+        [replace(MOMENTS, kind=kind, layer=name, partition=partition) for kind, name in calls] for partition in (0, 1)
+    )
+    done, _, _ = run({7: one, 8: other})
+    assert done.steps == 6
+
+
+MOMENTS = Contribution("norm", "moments", {"mean": np.zeros(2), "var": np.ones(2)}, 4, 8, examples=10)
 
 
 @pytest.mark.parametrize(
-    ("contribution", "remaining", "says"),
+    ("contribution", "says"),
     [
-        (MOMENTS, 5, "reports that 5 exchanges follow; expected 4"),
-        (replace(MOMENTS, remaining=100_001), None, "expected at most 100000"),
-        (replace(MOMENTS, batch=0), None, "0 examples and 8 values per channel; expected one or more"),
-        (replace(MOMENTS, values=0), None, "4 examples and 0 values per channel; expected one or more"),
-        (replace(MOMENTS, kind="median"), None, "sent 'median'; expected one of moments"),
-        (replace(MOMENTS, tensors={"mean": np.zeros(2)}), None, r"moments has \['mean'\]; expected \['mean', 'var'\]"),
-        (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(2, np.int64)}), None, "expected floats"),
-        (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros((2, 2))}), None, "one per channel"),
-        (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(0)}), None, "one per channel"),
+        (replace(MOMENTS, kind="gradients"), r"gradients of the layer 'norm'; expected one of \['first'\]"),
+        (replace(MOMENTS, batch=0), "0 examples and 8 values per channel; expected one or more"),
+        (replace(MOMENTS, values=0), "4 examples and 0 values per channel; expected one or more"),
+        (replace(MOMENTS, kind="median"), "sent 'median'; expected one of moments"),
+        (replace(MOMENTS, tensors={"mean": np.zeros(2)}), r"moments has \['mean'\]; expected \['mean', 'var'\]"),
+        (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(2, np.int64)}), "expected floats"),
+        (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros((2, 2))}), "one per channel"),
+        (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(0)}), "one per channel"),
         (
             replace(MOMENTS, tensors={"mean": np.array([np.inf]), "var": np.ones(1)}),
-            None,
             "'mean' has values from inf to inf",
         ),
         (
             replace(MOMENTS, tensors={"mean": np.zeros(1), "var": -np.ones(1)}),
-            None,
             "'var' has values from -1 to -1; expected 0 to",
         ),
     ],
 )
-def test_what_cannot_be_used_is_named(contribution: Contribution, remaining: int | None, says: str) -> None:
-    assert re.search(says, str(contribution_problem(contribution, remaining)))
+def test_what_cannot_be_used_is_named(contribution: Contribution, says: str) -> None:
+    assert re.search(says, str(contribution_problem(contribution, ["first"])))
 
 
 def test_gradients_with_respect_to_a_variance_may_be_negative() -> None:
     assert (
-        contribution_problem(replace(MOMENTS, kind="gradients", tensors={"mean": -np.ones(2), "var": -np.ones(2)}), 6)
+        contribution_problem(
+            replace(MOMENTS, kind="gradients", tensors={"mean": -np.ones(2), "var": -np.ones(2)}), ["norm"]
+        )
         is None
     )
 
@@ -134,24 +149,27 @@ def test_moments_agree_to_those_of_the_union() -> None:
 def test_a_contribution_that_would_make_the_mean_overflow_is_left_out() -> None:
     def moments(value: float, partition: int) -> list[Contribution]:
         tensors = {"mean": np.full(2, value, np.float32), "var": np.ones(2, np.float32)}
-        return [replace(MOMENTS, remaining=0, tensors=tensors, partition=partition)]
+        return [replace(MOMENTS, tensors=tensors, partition=partition), over(partition)]
 
     script = {7: moments(1.0, 0), 8: moments(1e30, 1), 9: moments(3.0, 2)}
-    done, _, reasons = run(script)
-    alone, _, _ = run({7: script[7], 9: script[9]})
+    done, found, reasons = run(script)
+    _, expected, _ = run({7: script[7], 9: script[9]})
     assert done.nodes == [7, 9]
     assert len(reasons) == 1
     assert "(node 8): 'mean' has values from 1e+30 to 1e+30; expected -1e+09 to 1e+09" in reasons[0]
-    for name, value in alone.agreement.tensors.items():
-        assert done.agreement.tensors[name].tobytes() == value.tobytes()
+    agreed, alone = found.asked[-1][1], expected.asked[-1][1]
+    assert agreed is not None
+    assert alone is not None
+    for name, value in alone.tensors.items():
+        assert agreed.tensors[name].tobytes() == value.tobytes()
 
 
 def test_a_batch_that_exceeds_its_data_set_does_not_count() -> None:
-    done, _, reasons = run({7: two(1.0, 0), 8: two(3.0, 1), 9: [mean(1.0, remaining=1, partition=2, batch=2**31)]})
+    done, _, reasons = run({7: two(1.0, 0), 8: two(3.0, 1), 9: [mean(1.0, partition=2, batch=2**31)]})
     assert done.nodes == [7, 8]
     assert reasons == ["client 2 (node 9): its batch has 2147483648 examples, but its data set has 10"]
 
 
 def test_a_cohort_without_weight_ends_the_run() -> None:
     with pytest.raises(RunFailed, match=r"exchange 1: the sum of the weights of all 1 clients \(num-examples\) is 0"):
-        run({7: [mean(1.0, remaining=0, partition=0, examples=0)]})
+        run({7: [mean(1.0, partition=0, examples=0)]})

@@ -93,9 +93,9 @@ def usual() -> RecordDict:
             "arrays": ArrayRecord({key: Array(value) for key, value in model.items()}),
             "momentum": ArrayRecord({"0.weight": Array(np.ones((3, 2), np.float32))}),
             "metrics": MetricRecord(
-                {"num-examples": 20, "batch-examples": 4, "exchanges-left": 3, "train-loss": 0.5, "accuracy": 1.0}
+                {"num-examples": 20, "batch-examples": 4, "train-loss": 0.5, "accuracy": 1.0}
             ),
-            "config": ConfigRecord({"what": "moments"}),
+            "config": ConfigRecord({"what": "moments", "layer": "norm"}),
             "client": ConfigRecord({"partition-id": 1}),
         }
     )  # fmt: skip

@@ -151,7 +151,7 @@ def test_read_npy_raises_only_errors_of_messages() -> None:
         ("num-examples", [4]),
         ("own-num-examples", 2**53),
         ("batch-examples", 1e300),
-        ("exchanges-left", -1),
+        ("batch-values", -1),
         ("partition-id", [2]),
         ("partition-id", math.nan),
         ("partition-id", -1),

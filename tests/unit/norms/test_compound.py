@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import Role, convert_norm, declare_batch_norm, roles
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.exchange.step import LayerwiseStep, count_calls, exchanged_layers
+from fedbn_flwr.exchange.step import LayerwiseStep, exchanged_layers
 from fedbn_flwr.norms import compound
 from fedbn_flwr.norms.statistics import frozen_norm
 from tests.support.cohort import alone
@@ -135,13 +135,6 @@ def test_dropout_stays_on_where_statistics_are_frozen() -> None:
         assert not net[1].training
         assert net[1].drop.training
     assert net[1].training
-
-
-def test_counting_calls_leaves_the_inputs_though_an_activation_works_in_place() -> None:
-    net = nn.Sequential(BatchNormAct2d(2).double(), two_norms())
-    inputs = BATCH[0].clone()
-    assert count_calls(net, inputs) == 3
-    assert inputs.equal(BATCH[0])
 
 
 def test_a_layer_without_a_declaration_is_named_with_the_way_to_declare_it() -> None:

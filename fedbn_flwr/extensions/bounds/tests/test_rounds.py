@@ -158,7 +158,7 @@ def test_no_share_of_the_weight_is_above_the_bound(federation: Federations) -> N
 def contributions(kind: str, names: tuple[str, ...], count: int = 7) -> list[Contribution]:
     rng = np.random.default_rng(3)
     tensors = [{name: rng.uniform(0.5, 2, size=4) for name in names} for _ in range(count)]
-    return [Contribution(kind, each, 4, 4, 0, examples=10, partition=i) for i, each in enumerate(tensors)]
+    return [Contribution("0", kind, each, 4, 4, examples=10, partition=i) for i, each in enumerate(tensors)]
 
 
 def test_exchanges_cap_the_share_of_one_client() -> None:

@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, contribution_from_records
-from fedbn_flwr.extensions.streams.client import from_bytes, to_bytes
+from fedbn_flwr.exchange.codec import (
+    Agreement,
+    Contribution,
+    agreement_from_records,
+    contribution_from_records,
+    from_bytes,
+    to_bytes,
+)
 from fedbn_flwr.extensions.streams.config import PREFIX, ExchangeConfig
 from tests.support.command import ROOT
 from tests.support.fuzz import cases, frames
@@ -33,7 +39,7 @@ def test_any_environment_of_the_exchange(environment: dict[str, str]) -> None:
 
 MOMENTS = {"mean": np.zeros(3), "var": np.ones(3)}
 FRAMES = [
-    to_bytes(Contribution("moments", MOMENTS, batch=4, values=8, remaining=2, examples=9, partition=1)),
+    to_bytes(Contribution("0", "moments", MOMENTS, batch=4, values=8, examples=9, partition=1)),
     to_bytes(Agreement(MOMENTS, 8, 2.0)),
 ]  # fmt: skip
 

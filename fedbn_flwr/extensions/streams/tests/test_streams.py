@@ -17,8 +17,15 @@ import numpy as np
 import pytest
 
 from fedbn_flwr.errors import MessageError, RunFailed
-from fedbn_flwr.exchange.codec import TEXT_LIMIT, Agreement, Contribution, contribution_from_records
-from fedbn_flwr.extensions.streams.client import CONTRIBUTE, FAILED, TOKEN, from_bytes, service_at, to_bytes
+from fedbn_flwr.exchange.codec import (
+    TEXT_LIMIT,
+    Agreement,
+    Contribution,
+    contribution_from_records,
+    from_bytes,
+    to_bytes,
+)
+from fedbn_flwr.extensions.streams.client import CONTRIBUTE, FAILED, TOKEN, service_at
 from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from fedbn_flwr.extensions.streams.server import ExchangeService
 from tests.support.network import make_keys, missing_tools
@@ -37,7 +44,7 @@ def called(service: ExchangeService, node: int, timeout: float = 20) -> Any:
 
 
 def moments(value: float = 1.0) -> Contribution:
-    return Contribution("moments", {"mean": np.full(3, value, np.float32), "var": np.ones(3, np.float32)}, 4, 4, 0)
+    return Contribution("0", "moments", {"mean": np.full(3, value, np.float32), "var": np.ones(3, np.float32)}, 4, 4)
 
 
 def agreed(value: float = 2.0) -> bytes:

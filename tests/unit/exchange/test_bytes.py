@@ -12,19 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, contribution_from_records
-from fedbn_flwr.extensions.streams.client import from_bytes, to_bytes
+from fedbn_flwr.exchange.codec import (
+    Agreement,
+    Contribution,
+    agreement_from_records,
+    contribution_from_records,
+    from_bytes,
+    to_bytes,
+)
 from tests.support.exchanges import arrays_of, assert_same, counts, described
 
 
-@given(described, counts, counts, counts, counts, st.none() | st.integers(0, 10_000))
+@given(described, counts, counts, st.text(max_size=9), counts, st.none() | st.integers(0, 10_000))
 def test_contributions_arrive_as_they_were(
-    described: dict[str, Any], batch: int, values: int, remaining: int, examples: int, partition: int | None
+    described: dict[str, Any], batch: int, values: int, layer: str, examples: int, partition: int | None
 ) -> None:
-    sent = Contribution("moments", arrays_of(described), batch, values, remaining, examples, partition)
+    sent = Contribution(layer, "moments", arrays_of(described), batch, values, examples, partition)
     found = contribution_from_records(from_bytes(to_bytes(sent)))
     assert isinstance(found, Contribution)
-    assert (found.kind, found.batch, found.values, found.remaining) == ("moments", batch, values, remaining)
+    assert (found.layer, found.kind, found.batch, found.values) == (layer, "moments", batch, values)
     assert (found.examples, found.partition) == (examples, partition)
     assert_same(found.tensors, sent.tensors)
 
@@ -43,7 +49,7 @@ def file(header: str, values: bytes = b"") -> bytes:
 
 def changed(**entries: Any) -> bytes:
     """A valid contribution's bytes, with other entries in the header of the file."""
-    data = to_bytes(Contribution("mean", {"mean": np.ones(2, np.float32)}, 4, 4, 1))
+    data = to_bytes(Contribution("0", "mean", {"mean": np.ones(2, np.float32)}, 4, 4))
     end = 8 + int.from_bytes(data[:8], "little")
     return file(json.dumps(json.loads(data[8:end]) | entries), data[end:])
 
