@@ -9,6 +9,8 @@ from pathlib import Path
 from fedbn_flwr.commands.common import Commands, add_command, parse_pairs
 from fedbn_flwr.errors import install
 
+_NEXT = "\n" + " " * 28  # below what was found
+
 
 def add(commands: Commands) -> None:
     parser = add_command(
@@ -91,7 +93,7 @@ def check(arguments: argparse.Namespace) -> int:
             continue
         told.add(found.found)
         counts[found.status] += 1
-        cure = f"\n         {'':16}   -> {found.cure}" if found.cure else ""
-        print(f"{found.status.ljust(7)}  {found.name.ljust(18)} {found.found}{cure}", flush=True)
+        lines = found.found.splitlines() + ([f"-> {found.cure}"] if found.cure else [])
+        print(f"{found.status.ljust(7)}  {found.name.ljust(18)} {_NEXT.join(lines)}", flush=True)
     print(f"\n{counts['ok']} ok, {counts['warning']} warnings, {counts['FAILED']} failed")
     return 1 if counts["FAILED"] else 0

@@ -30,12 +30,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Context, RecordDict
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
-from torch import Tensor
 
 from fedbn_flwr import __version__, named
-from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.paths import check_rights
-from fedbn_flwr.errors import FedbnError, few
+from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of
 from fedbn_flwr.experiment.parts import choose_device, make_model
@@ -44,6 +42,8 @@ from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.storage import writing
 from fedbn_flwr.text import columns_in_words
+
+from .content import describe, doubts
 
 _TIMEOUT = 5  # seconds
 _LITTLE = 1e9  # bytes of a disk
@@ -283,14 +283,13 @@ def _data_of_run(run: Settings, node: Config) -> Iterator[Check]:
     parts = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={}))
     dataset, (train, test) = parts.dataset, parts.part
     where = str(node.get("data-path", run.data.name))
-    yield Check("data", "ok", f"{where}: {_content(dataset, train, test)}")
+    examples = dataset.train.select(train), dataset.test.select(test)
+    yield Check("data", "ok", f"{where}: {describe(dataset, *examples, run.data.ranges)}")
     if not len(test):
-        yield Check(
-            "data", "warning", f"{where}: no test examples", "add a test split; the site cannot evaluate its model"
-        )
-    if "data-path" in node and (absent := _classes_without_examples(dataset, train)):
-        cure = "fine if this site has no such examples; otherwise correct the labels, or data.class_names"
-        yield Check("classes", "warning", f"{where}: no training examples of {few(absent, 10)}", cure)
+        cure = "add a test split; the site cannot evaluate its model"
+        yield Check("data", "warning", f"{where}: no test examples", cure)
+    for found, cure in doubts(dataset, *examples) if "data-path" in node else ():
+        yield Check("contents", "warning", f"{where}: {found}", cure)
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
     if min_batch := make_rule(run).traits.min_batch:
@@ -301,31 +300,6 @@ def _data_of_run(run: Settings, node: Config) -> Iterator[Check]:
         )
     if parts.sends_sums:
         parts.check_sums()
-
-
-def _content(dataset: DataSet, train: Tensor, test: Tensor) -> str:
-    parts = [f"{len(train):,} training and {len(test):,} test examples of shape {list(dataset.shape)}"]
-    if dataset.task.form != "classes":
-        parts.append(f"{dataset.task.targets}: {', '.join(dataset.class_names)}")
-    elif dataset.dense:
-        parts.append(f"{dataset.classes} classes per pixel")
-    else:
-        counts = torch.bincount(dataset.train.labels[train].cpu(), minlength=dataset.classes).tolist()
-        named = [f"{name}: {count}" for name, count in zip(dataset.class_names, counts, strict=True)]
-        parts.append(f"classes: {', '.join(named)}")
-    if (domains := dataset.domains) is not None:
-        here = sorted({domains.names[number] for number in domains.train[train.cpu()].tolist()})
-        parts.append(f"domain{'s' if len(here) > 1 else ''}: {', '.join(here)}")
-    if dataset.input_names:
-        parts += columns_in_words(dataset.columns)
-    return "; ".join(parts)
-
-
-def _classes_without_examples(dataset: DataSet, train: Tensor) -> list[str]:
-    if dataset.task.form != "classes" or dataset.dense:
-        return []
-    there = set(dataset.train.labels[train].cpu().long().unique().tolist())
-    return [name for number, name in enumerate(dataset.class_names) if number not in there]
 
 
 def check_gpu(experiment: Experiment | None) -> Iterator[Check]:

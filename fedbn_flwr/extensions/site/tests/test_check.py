@@ -192,8 +192,8 @@ def test_a_full_disk_and_a_class_without_examples_are_warnings(
     assert code == 0
     assert found["state folder"]["status"] == "warning"
     assert "0.5 GB free" in found["state folder"]["found"]
-    assert found["classes"]["status"] == "warning"
-    assert found["classes"]["found"].endswith("no training examples of well")
+    assert found["contents"]["status"] == "warning"
+    assert found["contents"]["found"].endswith("no training examples of well")
 
 
 def test_every_check_is_a_line_with_its_cure(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -444,8 +444,51 @@ def test_a_table_that_suits_the_experiment_passes(tmp_path: Path, capsys: pytest
     code, found = check(capsys, *patients(tmp_path / "site"), PATIENTS)
     assert code == 0, found
     assert "40 training and 40 test examples of shape [4]; classes: ill: " in found["data"]["found"]
-    assert "; inputs (3): age, pressure, sex; other columns: outcome (data.label), name (not " in found["data"]["found"]
+    assert "; other columns: outcome (data.label), name (not in data.inputs)" in found["data"]["found"]
     assert "mlp takes these examples" in found["experiment"]["found"]
+    assert "contents" not in found, "nothing is doubtful"
+
+
+def test_a_site_sees_each_column_s_missing_values_and_range(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the order of the experiment, which is not that of the file."""
+
+    def change(rows: dict[str, list[Any]]) -> None:
+        rows["age"], rows["pressure"] = [30, 80, 31, 32] * 10, [None, *[99.5] * 36, 110, 110, 130]
+
+    inputs = ["data.inputs=[pressure, age]", "data.categories={}", "data.missing=mean"]
+    assert cli.main(["check", *patients(tmp_path / "site", change), PATIENTS, *inputs]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.strip().startswith("input "))
+    assert [line.strip() for line in lines[at : at + 3]] == [
+        "input     missing  lowest  median  highest  data.ranges",
+        "pressure        2    99.5    99.5      130",
+        "age             0      30      31       80     0 to 120",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"pressure": [-999.0, -999.0]}, "pressure is -999 in 4 rows, and in the others from "),
+        ({"pressure": [16.5]}, "pressure is 16.5 in 2 rows, and in the others from "),  # kPa
+        ({"pressure": [None] * 10}, "25% of the values of pressure are missing"),
+        ({}, "40 of 40 test examples are training examples too"),
+    ],
+)
+def test_data_that_may_be_wrong_are_a_warning(
+    change: dict[str, list[Any]], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def apply(rows: dict[str, list[Any]]) -> None:
+        rows["pressure"] = np.random.default_rng(1).normal(120, 5, 40).round(1).tolist()
+        for column, values in change.items():
+            rows[column][: len(values)] = values
+
+    site = patients(tmp_path / "site", apply)
+    if not change:
+        shutil.copy(tmp_path / "site" / "train.csv", tmp_path / "site" / "test.csv")
+    code, found = check(capsys, *site, PATIENTS, "data.missing=mean")
+    assert (code, found["contents"]["status"]) == (0, "warning"), found
+    assert says in found["contents"]["found"]
 
 
 @pytest.mark.parametrize(
