@@ -185,13 +185,11 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
             return []
         roster = self.roster
         nodes = connected(self, round.grid, least)
-        here = {*map(roster.client, nodes)}  # a client that is back may have another node id
-        away = (node for node, client in roster.partitions.items() if client not in here)
-        for node in sorted(away, key=roster.position):
-            LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, roster.name(node))
         count = _share(len(nodes), fraction, least)
-        if count < len(nodes) or self.traits.own_models:
+        if count < len(nodes) or self.traits.own_models or roster.absent(nodes):
             ask_for_partitions(self, round, nodes)
+        for name in roster.absent(nodes):
+            LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, name)
         nodes = sorted(nodes, key=roster.position)
         if count >= len(nodes):
             return nodes

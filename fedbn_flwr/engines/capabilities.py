@@ -73,24 +73,28 @@ def capabilities(grid: Grid) -> Capabilities:
     return grid if isinstance(grid, Capabilities) else Capabilities()
 
 
-def wait_for_nodes(grid: Grid, needed: int, timeout: float, hint: str, *, began: float | None = None) -> list[int]:
+def wait_for_nodes(
+    grid: Grid,
+    needed: int,
+    timeout: float,
+    hint: str,
+    missing: Callable[[Sequence[int]], str] = lambda nodes: "",
+    *,
+    began: float | None = None,
+) -> list[int]:
     """Wait until `needed` nodes are connected, and return all that are; RunFailed with `hint` after `timeout` seconds.
 
-    The seconds count from `began`, a time of `time.monotonic()`, or from now.
+    The seconds count from `began`, a time of `time.monotonic()`, or from now. `missing` names the clients that none of
+    these nodes serves, as far as that is known.
     """
     began, seen = time.monotonic() if began is None else began, -1
     while len(nodes := list(grid.get_node_ids())) < needed:
-        if time.monotonic() - began > timeout:
-            raise RunFailed(f"{len(nodes)} of {needed} nodes are connected after {timeout:g} s; {hint}")
-        if len(nodes) != seen:
-            seen = len(nodes)
-            LOG.warning(
-                "waiting for nodes: %d of %d are connected, at most %g s; %s",
-                seen,
-                needed,
-                timeout,
-                hint,
-            )
+        if (is_late := time.monotonic() - began > timeout) or len(nodes) != seen:
+            seen, absent = len(nodes), missing(nodes)
+            hint_ = f"{absent and f'without {absent}; '}{hint}"
+            if is_late:
+                raise RunFailed(f"{seen} of {needed} nodes are connected after {timeout:g} s; {hint_}")
+            LOG.warning("waiting for nodes: %d of %d are connected, at most %g s; %s", seen, needed, timeout, hint_)
         time.sleep(0.2)
     return nodes
 

@@ -15,7 +15,7 @@ from flwr.app import Error, Message
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import LOG
+from fedbn_flwr.errors import LOG, few
 
 from .capabilities import GivenUp, GridAround, OnReply
 
@@ -98,7 +98,9 @@ class PollingGrid(GridAround):
                 return replies
             if passed >= next_warning:
                 limit = "without limit" if timeout is None else f"at most {timeout:g} s"
-                LOG.warning("waiting for %d of %d replies since %.0f s, %s", len(asked), len(messages), passed, limit)
+                nodes = few((f"node {message.metadata.dst_node_id}" for message in asked.values()), 5)
+                found = len(asked), len(messages), passed, limit, nodes
+                LOG.warning("waiting for %d of %d replies since %.0f s, %s: %s", *found)
                 next_warning *= 2
             pause = min(max(_PAUSE, _PAUSE_SHARE * passed), _LONGEST_PAUSE)
             time.sleep(pause if timeout is None else min(pause, timeout - passed))

@@ -8,7 +8,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.capabilities import wait_for_nodes
-from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.errors import RunFailed, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.gate import gate
@@ -22,7 +22,8 @@ from .roster import Asked
 def connected(base: BaseStrategy, grid: Grid, needed: int = 0) -> list[int]:
     """All connected nodes, as soon as there are `min_available_nodes`, or `needed` if these are more."""
     hint = "start more SuperNodes, or ask for fewer by min_available_nodes, min_train_nodes and min_evaluate_nodes"
-    return wait_for_nodes(grid, max(needed, base.min_available_nodes), base.node_timeout, hint)
+    least = max(needed, base.min_available_nodes)
+    return wait_for_nodes(grid, least, base.node_timeout, hint, lambda nodes: few(base.roster.absent(nodes), 8))
 
 
 def ask_for_partitions(base: BaseStrategy, round: Round, nodes: Iterable[int]) -> None:

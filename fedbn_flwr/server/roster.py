@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flwr.app import ArrayRecord, Message
@@ -67,6 +67,12 @@ class Roster:
     def name(self, node: int) -> str:
         partition = self.partitions.get(node)
         return f"node {node}" if partition is None else f"client {partition} (node {node})"
+
+    def absent(self, nodes: Iterable[int]) -> list[str]:
+        """The names of the clients that none of these nodes serves; one that is back may have another node id."""
+        here = {*map(self.client, nodes)}
+        away = [node for node, client in self.partitions.items() if client not in here]
+        return [self.name(node) for node in sorted(away, key=self.position)]
 
     def attendance(self, what: str, asked: Asked, screening: Screening) -> tuple[Attendance, list[Reply]]:
         """Whose replies are used, and these replies; RunFailed if they are too few, see `admit`."""

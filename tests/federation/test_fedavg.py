@@ -406,7 +406,34 @@ def test_a_run_continues_without_a_lost_node_until_it_returns(
     assert asked == [3, 2, 3]
     logged = [record.getMessage() for record in flower_log.records]
     assert "round 2, train: without client 1 (node 2), which is not connected" in logged
-    assert any(line.startswith("waiting for nodes: 1 of 2 are connected, at most 0.3 s; ") for line in logged)
+    waiting = "waiting for nodes: 1 of 2 are connected, at most 0.3 s; without client 0 (node 1), client 1 (node 2); "
+    assert any(line.startswith(waiting) for line in logged)
+
+
+def test_a_client_that_is_back_under_another_node_is_not_missed(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """As after its key was replaced: it says in the first round who it is, before it has trained."""
+    fed = federation((8, 8, 8))
+
+    class Renamed(LocalGrid):
+        number = 2
+
+        def get_node_ids(self) -> list[int]:
+            return [1, self.number, 3]
+
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            sent = [(m.content, 2 if m.metadata.dst_node_id == 4 else m.metadata.dst_node_id) for m in messages]
+            kind = next((message.metadata.message_type for message in messages), "")
+            replies = list(super().send_and_receive([Message(*each, kind) for each in sent], timeout=timeout))
+            for reply in replies:
+                if reply.metadata.src_node_id == 2:
+                    reply.metadata.__dict__["_src_node_id"] = self.number
+            self.number = 4
+            return replies
+
+    FedAvg(fraction_evaluate=0.0).start(Renamed(fed.app(), 3, node_ids=(1, 2, 3)), fed.arrays(), num_rounds=3)
+    assert not [record.getMessage() for record in flower_log.records if "not connected" in record.getMessage()]
 
 
 # --- with code of other projects ---------------------------------------------

@@ -51,6 +51,16 @@ def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], lis
     """The nodes and their answers. Nodes that are unavailable are asked again until the nodes' timeout."""
     answers: dict[int, Message] = {}
     began = time.monotonic()
+
+    def ask(nodes: Sequence[int]) -> str:
+        """Ask those of the nodes that have not answered, and name the clients that none of the nodes serves."""
+        questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes if node not in answers]
+        for reply in grid.send_and_receive(questions, timeout=run.engine.timeout):
+            answers[reply.metadata.src_node_id] = reply
+        known = [answers[node] for node in nodes if node in answers]
+        here = {partition_of(reply.content) for reply in known if reply.has_content()}
+        return few((f"client {client}" for client in range(run.clients) if not here & {client, None}), 8)
+
     while True:
         nodes = wait_for_nodes(
             grid,
@@ -58,12 +68,11 @@ def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], lis
             run.engine.node_timeout,
             f'in a simulation, give flwr run --federation-config "num-supernodes={run.clients} '
             'client-resources-num-cpus=1"; on machines of your own, start the missing SuperNodes',
+            ask,
             began=began,
         )
-        questions = [Message(content, node, protocol.PARTITION_QUERY) for node in nodes if node not in answers]
-        for reply in grid.send_and_receive(questions, timeout=run.engine.timeout):
-            answers[reply.metadata.src_node_id] = reply
-        away = [node for node in nodes if node in answers and _is_away(answers[node])]
+        ask(nodes)
+        away = [node for node in nodes if node in answers and is_away(answers[node])]
         if not away or time.monotonic() - began > run.engine.node_timeout:
             return nodes, [answers[node] for node in nodes if node in answers]
         LOG.warning("nodes %s are unavailable; asking them again", ", ".join(map(str, away)))
@@ -72,7 +81,7 @@ def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], lis
         time.sleep(min(1.0, run.engine.node_timeout / 10))
 
 
-def _is_away(reply: Message) -> bool:
+def is_away(reply: Message) -> bool:
     return reply.has_error() and reply.error.code == ErrorCode.NODE_UNAVAILABLE
 
 

@@ -7,25 +7,27 @@ and the listeners measure and record the finished round. `node.make_client` make
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 
-from flwr.app import ConfigRecord
+from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client import evaluation
 from fedbn_flwr.engines.capabilities import GridWithout, capabilities
 from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.engines.worker import return_freed_memory
-from fedbn_flwr.errors import Diverged, RunFailed
+from fedbn_flwr.errors import LOG, Diverged, RunFailed, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
+from fedbn_flwr.server.questions import connected
 from fedbn_flwr.strategies import broken, restore
 
 from ..listeners.dynamics import Dynamics
@@ -38,7 +40,7 @@ from ..listeners.track import Track
 from ..listeners.unseen import Unseen
 from ..parts import Parts, counts_of
 from ..prepare import check_partition
-from .federation import meet, restore_clients
+from .federation import is_away, meet, restore_clients
 from .side_by_side import workers_of
 
 
@@ -122,7 +124,7 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
     messages = list(rule.configure_train(number, before.arrays, config, running.grid))
     for listener in listeners:
         listener.on_messages(running)
-    replies = running.grid.send_and_receive(messages, timeout=run.engine.timeout)
+    replies = send(running, messages)
     try:
         new, metrics = rule.aggregate_train(number, replies)
     except Diverged as error:
@@ -145,6 +147,28 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
         clients={} if "inside" in broken(rule) else values_of(used, "examples", in_history),
         checkpoint_round=before.checkpoint_round,
     )
+
+
+def send(running: Running, messages: Sequence[Message]) -> list[Message]:
+    """The replies to the messages of a round.
+
+    If too few nodes are left, the lost ones get their messages again once they are back, for `engine.node_timeout`.
+    """
+    run, base, grid = running.run, running.prepared.rule.base, running.grid
+    needed, began = min(base.min_train_nodes, len(messages)), math.inf
+    replies = list(grid.send_and_receive(messages, timeout=run.engine.timeout))
+    while lost := {reply.metadata.src_node_id for reply in replies if is_away(reply)}:
+        began = min(began, time.monotonic())
+        kept = [reply for reply in replies if not is_away(reply)]
+        if len(kept) >= needed or time.monotonic() - began > run.engine.node_timeout:
+            break
+        LOG.warning("%s: lost; sending the messages of the round again", few(map(base.roster.name, sorted(lost)), 8))
+        time.sleep(min(1.0, run.engine.node_timeout / 10))
+        connected(base, grid, needed)
+        again = [Message(one.content, one.metadata.dst_node_id, one.metadata.message_type) for one in messages]
+        again = [one for one in again if one.metadata.dst_node_id in lost]
+        replies = [*kept, *grid.send_and_receive(again, timeout=run.engine.timeout)]
+    return replies
 
 
 def _in_history(prepared: Parts, key: str) -> str:

@@ -283,12 +283,12 @@ def _data_of_run(run: Settings, node: Config) -> Iterator[Check]:
     parts = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={}))
     dataset, (train, test) = parts.dataset, parts.part
     where = str(node.get("data-path", run.data.name))
-    examples = dataset.train.select(train), dataset.test.select(test)
-    yield Check("data", "ok", f"{where}: {describe(dataset, *examples, run.data.ranges)}")
+    splits = dataset.train.select(train), dataset.test.select(test)
+    yield Check("data", "ok", f"{where}: {describe(dataset, *splits, run.data.ranges)}")
     if not len(test):
         cure = "add a test split; the site cannot evaluate its model"
         yield Check("data", "warning", f"{where}: no test examples", cure)
-    for found, cure in doubts(dataset, *examples) if "data-path" in node else ():
+    for found, cure in doubts(dataset, *splits) if "data-path" in node else ():
         yield Check("contents", "warning", f"{where}: {found}", cure)
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")

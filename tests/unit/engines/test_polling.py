@@ -192,7 +192,7 @@ def test_the_log_says_what_is_waited_for(
     list(PollingGrid(grid).send_and_receive(questions(1, 2), timeout=300))
     logged = [record.getMessage() for record in flower_log.records]
     assert len(logged) == 3, "after about 60, 120 and 240 s"
-    assert all("waiting for 1 of 2 replies since" in line and "at most 300 s" in line for line in logged)
+    assert all("waiting for 1 of 2 replies since" in line and "at most 300 s: node 2" in line for line in logged)
 
 
 class Observer:
