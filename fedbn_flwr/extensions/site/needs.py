@@ -41,9 +41,8 @@ from fedbn_flwr.experiment.prepare import make_rule, try_model
 from fedbn_flwr.experiment.settings import Experiment, Settings
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.storage import writing
-from fedbn_flwr.text import columns_in_words
 
-from .content import describe, doubts
+from .findings import describe, doubts
 
 _TIMEOUT = 5  # seconds
 _LITTLE = 1e9  # bytes of a disk

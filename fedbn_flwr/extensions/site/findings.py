@@ -10,7 +10,7 @@ from torch import Tensor
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import Examples, main_input
 from fedbn_flwr.errors import few
-from fedbn_flwr.results.text import columns_in_words
+from fedbn_flwr.text import columns_in_words
 
 _MOST = 100  # columns in the table
 _GAPS = 0.1  # share of missing values that is worth a warning
