@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from . import __version__
 from .commands import explain, flwr, listing, new, partition, report, run, status
-from .errors import FedbnError, OutOfTime, RunFailed, described, did_you_mean
+from .errors import FedbnError, RunFailed, described, did_you_mean
 from .extensions import parts
 
 COMMANDS = (new, explain, run, status, report, partition, listing, flwr)  # as in the help
@@ -31,9 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _carried_out(_parsed(argv))
         sys.stdout.flush()  # its errors are found here, not when Python ends
         return code
-    except OutOfTime as error:
-        print("\n".join([f"fedbn: out of time, {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
-        return error.exit_code
     except FedbnError as error:
         if os.environ.get("FEDBN_DEBUG"):
             raise
@@ -98,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         description="Federated learning of networks with batch normalisation, on Flower and PyTorch.",
         epilog=(
             "Start with: fedbn new mine; fedbn explain mine.yaml; fedbn run mine.yaml. Exit codes: 0 success, 1 a run "
-            "or a check failed, 2 wrong usage or settings, 75 the time of --minutes is over, 130 interrupted. "
+            "or a check failed, 2 wrong usage or settings, 130 interrupted. "
             "FEDBN_DEBUG=1 shows where an error comes from."
         ),
     )

@@ -8,9 +8,8 @@ FedbnError                 base class; the message is enough, without a tracebac
 ├── MessageError           a message or its arrays do not fit the model or the protocol
 ├── StorageError           a file of this project cannot be written or read, or is damaged
 ├── RoundSkipped           a round makes no new model, and the run goes on
-├── RunFailed              training began and could not continue (exit code 1)
-│   └── Diverged           no client's values were finite any more
-└── OutOfTime              the time of a slice (`--minutes`) is over; resuming continues the runs (exit code 75)
+└── RunFailed              training began and could not continue (exit code 1)
+    └── Diverged           no client's values were finite any more
 """
 
 from __future__ import annotations
@@ -82,10 +81,6 @@ class RunFailed(FedbnError, RuntimeError):
 
 class Diverged(RunFailed):
     pass
-
-
-class OutOfTime(FedbnError):
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
 LOG = logging.getLogger("flwr")  # Flower's logger, so that its settings apply

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fedbn_flwr.errors import FedbnError, OutOfTime, RunFailed, SettingsError, StorageError
+from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 from fedbn_flwr.trees import Draft
 
 # Each command adds its parser to these.
@@ -58,12 +58,6 @@ def continued_by(out: Path | None, *words: str) -> Iterator[None]:
     on_with = f"continue with: {shlex.join(['fedbn', *words])}"
     try:
         yield
-    except OutOfTime as error:  # the report is written
-        from fedbn_flwr.results.read.runs import stopped_runs
-
-        assert out is not None
-        error.add_note("; ".join(filter(None, [stopped_runs(out), on_with])))  # the rest may not have begun
-        raise
     except (KeyboardInterrupt, RunFailed, StorageError) as error:
         from fedbn_flwr.results.read.runs import stopped_runs
         from fedbn_flwr.results.report.write import write_report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 from fedbn_flwr.startup import loading
@@ -36,40 +35,25 @@ def add(commands: Commands) -> None:
         "--jobs", type=int, metavar="N", help="runs at the same time (one per core, if there are as many runs)"
     )
     parser.add_argument("--resume", action="store_true", help="continue the interrupted runs in --out")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        metavar="N",
-        help="stop before the round that would exceed this time, with exit code 75; the same --out continues",
-    )
 
 
 def run(arguments: argparse.Namespace) -> None:
     import logging
 
-    began = time.monotonic()
     if sys.stdout.isatty():
         print("loading PyTorch and Flower ...", flush=True)  # takes seconds
     with loading():
         from fedbn_flwr.engines.worker import keep_freed_memory
         from fedbn_flwr.experiment.file.layers import load_experiment
-        from fedbn_flwr.experiment.listeners.slices import end_of
-        from fedbn_flwr.experiment.run.launch import carry_out, is_begun
+        from fedbn_flwr.experiment.run.launch import carry_out
         from fedbn_flwr.results.folder import from_here, out_folder
 
-    ends = end_of(arguments.minutes, began)
     overrides = overrides_of(arguments)
     experiment = load_experiment(arguments.experiment, overrides)
     out = out_folder(experiment.name, arguments.out, resume=arguments.resume)
-    # A slice is a command in a job's loop, the same for the first slice and the others.
-    resume = arguments.resume or (arguments.minutes is not None and is_begun(experiment, out))
     logging.getLogger("flwr").setLevel(logging.WARNING)
     keep_freed_memory()
-    given = {
-        "--out": arguments.out or from_here(out),
-        "--jobs": arguments.jobs,
-        "--minutes": arguments.minutes and f"{arguments.minutes:g}",
-    }
+    given = {"--out": arguments.out or from_here(out), "--jobs": arguments.jobs}
     options = [word for key, value in given.items() if value is not None for word in (key, f"{value}")]
     with continued_by(out, "run", arguments.experiment, *overrides, *options, "--resume"):
-        carry_out(experiment, out, resume=resume, jobs=arguments.jobs, ends=ends).announce()
+        carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()

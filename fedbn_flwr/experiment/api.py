@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from typing import Any, Unpack
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
-from fedbn_flwr.errors import OutOfTime, SettingsError, UserError, options_as
+from fedbn_flwr.errors import SettingsError, UserError, options_as
 from fedbn_flwr.named import name_for, names_in
 from fedbn_flwr.results.folder import out_folder
 from fedbn_flwr.results.result import Result, Results
@@ -26,7 +25,6 @@ from .data import forget_data
 from .file.content import check_mapping, follow_extends, read_content
 from .file.layers import changes_of, read_experiment
 from .file.problems import naming
-from .listeners.slices import end_of
 from .node import free_models
 from .run.launch import carry_out, check_failures, is_begun, run_folders
 from .settings import Changes, Experiment, Settings
@@ -43,7 +41,6 @@ def run(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
-    minutes: float | None = None,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Unpack[Changes],
 ) -> Result:
@@ -61,8 +58,6 @@ def run(
         Continue the run in `out` if it was interrupted, read it if it is finished, begin it if there is none.
     progress
         Whether to show the progress.
-    minutes
-        Stop before the round that would exceed this time, and raise `OutOfTime`; `resume` continues.
     node_config
         The config of each node, or one for all, as SuperNodes get it by `--node-config`, to rehearse a deployment on
         the local engine: `[{"data-path": "site-a"}, {"data-path": "site-b"}]`.
@@ -82,8 +77,6 @@ def run(
         The settings are wrong, or have several runs; nothing was trained.
     RunFailed
         The run could not continue. Its folder has the rounds up to then.
-    OutOfTime
-        The run needs more than `minutes`. Its folder has a checkpoint of the last round.
     """
     planned = _planned(experiment, [only] if only is not None else None, changes)
     if len(planned.runs) > 1:
@@ -92,7 +85,7 @@ def run(
             f"{planned.name} has {len(planned.runs)} runs (labels: {', '.join(labels)}; seeds: "
             f"{', '.join(map(str, seeds))}); run_all() carries out all of them, only=LABEL and seed=NUMBER select one"
         )
-    return _carry_out(planned, out, resume, progress, minutes, node_config)[0]
+    return _carry_out(planned, out, resume, progress, node_config)[0]
 
 
 def run_all(
@@ -102,7 +95,6 @@ def run_all(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
-    minutes: float | None = None,
     jobs: int | None = None,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Unpack[Changes],
@@ -124,7 +116,7 @@ def run_all(
     Results
         All runs, in the order of the experiment.
     """
-    return _carry_out(_planned(experiment, only, changes), out, resume, progress, minutes, node_config, jobs)
+    return _carry_out(_planned(experiment, only, changes), out, resume, progress, node_config, jobs)
 
 
 def _planned(source: Source, only: str | Sequence[str] | None, changes: Tree) -> Experiment:
@@ -167,11 +159,9 @@ def _carry_out(
     out: str | Path | None,
     resume: bool,
     progress: bool,
-    minutes: float | None,
     node_config: NodeConfig | Sequence[NodeConfig] | None,
     jobs: int | None = None,
 ) -> Results:
-    ends = end_of(minutes, time.monotonic())
     first = planned.runs[0]
     if node_config is not None and first.engine.name != "local":
         raise SettingsError(f"node_config is for the local engine, found engine.name={first.engine.name!r}")
@@ -183,13 +173,7 @@ def _carry_out(
         forget_data()  # files may have changed since the last run, model.weights among them
         free_models.cache_clear()
         try:
-            outcome = carry_out(
-                planned, folder, resume=resume, jobs=jobs, quiet=not progress, node_config=node_config, ends=ends
-            )
-            outcome.check_time()
-        except OutOfTime as error:
-            error.add_note(f"resume with out={str(folder)!r}, resume=True")
-            raise
+            outcome = carry_out(planned, folder, resume=resume, jobs=jobs, quiet=not progress, node_config=node_config)
         except KeyboardInterrupt:
             print(f"stopped; resume with out={str(folder)!r}, resume=True", file=sys.stderr, flush=True)
             raise

@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from fedbn_flwr.client.evaluation import name_of
 from fedbn_flwr.engines.worker import return_freed_memory
-from fedbn_flwr.errors import Diverged, OutOfTime, SettingsError
+from fedbn_flwr.errors import Diverged, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.results.folder import CLIENTS_DIGEST, RunFolder, deciding, digest_of, file_of
@@ -60,7 +60,7 @@ class History(Listener):
         if error is None:
             self.summary.status = "finished"
             self.summary.notes = dict(running.prepared.rule.notes())  # if the run was resumed after its last round
-        elif isinstance(error, KeyboardInterrupt | SystemExit | OutOfTime):
+        elif isinstance(error, KeyboardInterrupt | SystemExit):
             self.summary.status = "interrupted"
         else:
             self.summary.status, self.summary.error = "failed", str(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +20,6 @@ from fedbn_flwr.errors import (
     Diverged,
     FedbnError,
     MissingPackage,
-    OutOfTime,
     RunFailed,
     SettingsError,
     StorageError,
@@ -40,7 +38,6 @@ from ..data import examples_of
 from ..file.layers import from_run_config
 from ..file.problems import completed
 from ..listeners.progress import Progress, Reporter
-from ..listeners.slices import Slice, longest_round
 from ..node import ClientMaker
 from ..parts import Parts
 from ..prepare import prepare
@@ -54,16 +51,10 @@ from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
 class Outcome:
     report: str
     failures: Sequence[str]  # failed runs, each with its reason
-    unfinished: str = ""  # says how many runs did not have enough time
 
     def announce(self) -> None:
         print(f"\n{self.report}", flush=True)
-        self.check_time()
         check_failures(self.failures)
-
-    def check_time(self) -> None:
-        if self.unfinished:
-            raise OutOfTime("\n".join([self.unfinished, *(f"failed: {failure}" for failure in self.failures)]))
 
 
 def check_failures(failures: Sequence[str]) -> None:
@@ -103,12 +94,11 @@ def run_experiment(
     plain: bool = False,
     quiet: bool = False,
     own_data: bool = False,
-    ends: float = math.inf,
 ) -> Outcome:
     """Carry out all runs, each on the grid of the context manager `make_grid(parts)`.
 
     They follow one another, or `jobs` of them run side by side (None: as many as suits them, see `jobs_of`).
-    `own_data`: nodes may have data of their own. `ends`: when the runs must end, finished or not (`time.monotonic`).
+    `own_data`: nodes may have data of their own.
     """
     folders = open_folders(experiment, out, resume=resume)
     ended = {place: folder.end() for place, folder in enumerate(folders)} if resume else {}
@@ -131,7 +121,7 @@ def run_experiment(
             folder.check_data(checksums.get(examples_of(run.source)))
         progress.message(f"run folders: {from_here(out)}")
 
-        def run_at(place: int, listener: Reporter, ends: float) -> None:
+        def run_at(place: int, listener: Reporter) -> None:
             folder = folders[place]
             item = prepared.pop(place)  # the dict must not keep the model of a finished run
             given = experiment.runs[place].model_dump(mode="json")
@@ -143,14 +133,13 @@ def run_experiment(
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 # Another process may have begun this run while this one was loading data.
                 folder.check(given, resume=resume, complete=completed)
-                run_one(item, grid, folder, listener, folder.begin(given, about), ends)
+                run_one(item, grid, folder, listener, folder.begin(given, about))
 
-        time = Slice(ends, lambda place: longest_round(experiment.runs[place], folders[place]))
         progress.skip([place for place in range(len(folders)) if place not in todo], failed)
         if jobs > 1:
-            failed |= side_by_side(todo, run_at, jobs, progress, time)
+            failed |= side_by_side(todo, run_at, jobs, progress)
         else:
-            failed |= one_after_another(todo, run_at, progress, time, is_single=len(folders) == 1)
+            failed |= one_after_another(todo, run_at, progress, is_single=len(folders) == 1)
         failures = [f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items())]
         progress.status("writing the report")
         try:
@@ -158,8 +147,7 @@ def run_experiment(
         except (UserError, StorageError) as error:
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
-    late = len(time.unfinished)
-    return Outcome(report, failures, f"unfinished runs: {late} of {len(folders)}" if late else "")
+    return Outcome(report, failures)
 
 
 def carry_out(
@@ -170,12 +158,10 @@ def carry_out(
     jobs: int | None = None,
     quiet: bool = False,
     node_config: UserConfig | Sequence[UserConfig] | None = None,
-    ends: float = math.inf,
 ) -> Outcome:
     """Carry out all runs on the engine of the first one.
 
-    `jobs` (see `run_experiment`) and `node_config` (see `LocalGrid`) are for the local engine. `ends`: see
-    `run_experiment`.
+    `jobs` (see `run_experiment`) and `node_config` (see `LocalGrid`) are for the local engine.
     """
     if experiment.runs[0].engine.name == "local":
 
@@ -192,9 +178,7 @@ def carry_out(
             )
 
         own_data = node_config is not None
-        return run_experiment(
-            experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data, ends=ends
-        )
+        return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
     if jobs not in (None, 1):
         raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
     set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
@@ -203,7 +187,7 @@ def carry_out(
     with needs("run", "engine.name='ray'"):
         ray_grids = part("engines", "ray")
     with ray_grids(experiment) as make_grid:
-        return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet, ends=ends)
+        return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
 
 
 class OneLine(logging.Filter):

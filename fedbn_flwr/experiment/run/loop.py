@@ -35,7 +35,6 @@ from ..listeners.evaluate import Best, Evaluate, renamed, values_of
 from ..listeners.listener import FinishedRound, Listener, Running
 from ..listeners.progress import Reporter, WatchedGrid
 from ..listeners.recording import History, Saving, keep_promises
-from ..listeners.slices import InTime
 from ..listeners.track import Track
 from ..listeners.unseen import Unseen
 from ..parts import Parts, counts_of
@@ -44,10 +43,8 @@ from .federation import is_away, meet, restore_clients
 from .side_by_side import workers_of
 
 
-def run_one(
-    prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int, ends: float = math.inf
-) -> None:
-    """Train one run from the round after `done` to its end, or until its time `ends`."""
+def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
+    """Train one run from the round after `done` to its end."""
     run, rule = prepared.run, prepared.rule
     prepared.release()  # workers are copies of this process, and would keep the memory of its model
     capabilities(grid).start()
@@ -61,7 +58,7 @@ def run_one(
         done, arrays=arrays, model=arrays, is_last=done == run.rounds, trained=trained, checkpoint_round=done
     )
     del arrays  # later rounds have others, and need the memory
-    listeners = listeners_of(running, progress, ends)
+    listeners = listeners_of(running, progress)
     begun: list[Listener] = []
     with ExitStack() as stack:
         stack.push(lambda _, error, __: end(begun, running, error))
@@ -103,7 +100,7 @@ def end(begun: Sequence[Listener], running: Running, error: BaseException | None
             ends.callback(listener.on_end, running, error)
 
 
-def listeners_of(running: Running, progress: Reporter, ends: float) -> list[Listener]:
+def listeners_of(running: Running, progress: Reporter) -> list[Listener]:
     """The listeners in their order: they measure a round, choose the best one, then show and record it."""
     run = running.run
     dynamics = [Dynamics()] if run.evaluate.dynamics else []
@@ -111,7 +108,7 @@ def listeners_of(running: Running, progress: Reporter, ends: float) -> list[List
     trackers = [Track(entry, running.folder) for entry in run.track]
     evaluate = Evaluate(running.prepared, threads=workers_of(run))
     unseen = [Unseen()] if run.evaluate.unseen.clients else []
-    return [*dynamics, evaluate, *unseen, *best, progress, History(), InTime(ends), Saving(), *trackers]
+    return [*dynamics, evaluate, *unseen, *best, progress, History(), Saving(), *trackers]
 
 
 def train_round(running: Running, before: FinishedRound, listeners: Sequence[Listener] = ()) -> FinishedRound:

@@ -18,15 +18,14 @@ import torch
 
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.worker import Worker
-from fedbn_flwr.errors import FedbnError, OutOfTime, RunFailed, SettingsError, StorageError
+from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 from fedbn_flwr.text import shorten
 
 from ..listeners.progress import News, Progress, Reporter
-from ..listeners.slices import Slice
 from ..parts import choose_device
 from ..settings import Settings
 
-CarryOut = Callable[[int, Reporter, float], None]
+CarryOut = Callable[[int, Reporter], None]
 
 
 def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
@@ -60,37 +59,30 @@ def workers_of(run: Settings) -> int:
 
 
 def one_after_another(
-    places: Sequence[int], carry_out: CarryOut, progress: Progress, time: Slice, *, is_single: bool
+    places: Sequence[int], carry_out: CarryOut, progress: Progress, *, is_single: bool
 ) -> dict[int, str]:
     """Carry out the runs at these places of the experiment in this process, and return the reason of each that failed.
 
     Divergence is a result too, so the remaining runs are still carried out. The error of a single run is raised.
     """
     problems: dict[int, str] = {}
-    for left, place in zip(range(len(places), 0, -1), places, strict=True):
+    for place in places:
         if progress.stop_asked:
             raise KeyboardInterrupt
-        if not time.may_begin(place):
-            continue
         try:
-            carry_out(place, progress.begin(place), time.share(left))
-        except OutOfTime:
-            time.unfinished.append(place)
+            carry_out(place, progress.begin(place))
         except (RunFailed, SettingsError, StorageError) as error:  # another process may write the folder
             if is_single:
                 raise
             problems[place] = str(error)
-        is_stopped = place in time.unfinished
-        progress.end(place, "stopped" if is_stopped else failed_because(problems.get(place, "")))
+        progress.end(place, failed_because(problems.get(place, "")))
     return problems
 
 
-def side_by_side(
-    places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress, time: Slice
-) -> dict[int, str]:
+def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress) -> dict[int, str]:
     """Carry out the runs at these places of the experiment, and return the reason of each that failed.
 
-    `carry_out(place, reporter, ends)` is called in a process of its own. After Ctrl-C no run begins, and those that
+    `carry_out(place, reporter)` is called in a process of its own. After Ctrl-C no run begins, and those that
     have begun end after their round.
     """
     todo, running = list(places), dict[int, Worker]()
@@ -102,10 +94,7 @@ def side_by_side(
     def end(place: int, error: BaseException | None, lost: str) -> None:
         running.pop(place).close()
         problem = f"{lost}; continue with --resume" if lost else str(error or "")
-        if isinstance(error, OutOfTime):
-            time.unfinished.append(place)
-        is_stopped = isinstance(error, KeyboardInterrupt | OutOfTime)
-        progress.end(place, "stopped" if is_stopped else failed_because(problem))
+        progress.end(place, "stopped" if isinstance(error, KeyboardInterrupt) else failed_because(problem))
         if problem:
             problems[place] = problem
 
@@ -114,12 +103,10 @@ def side_by_side(
             if progress.stop_asked:
                 stop.value = 1
                 todo.clear()
-            ends = time.share(len(todo), jobs) if todo else 0.0  # all runs that begin now get the same time
             while todo and len(running) < jobs:
                 place = todo.pop(0)
-                if time.may_begin(place):
-                    running[place] = Worker(_Run(place, carry_out, sent, stop, ends))
-                    progress.begin(place)
+                running[place] = Worker(_Run(place, carry_out, sent, stop))
+                progress.begin(place)
             for place, worker in running.items():
                 worker.begin()
                 if worker.problem:
@@ -147,13 +134,12 @@ class _Run:
     call: CarryOut
     news: Connection
     stop: c_byte  # 1: stop
-    ends: float  # when its share of the time is over
 
     def carry_out(self) -> BaseException | None:
         """Return the error that ended the run; None if it is finished."""
         torch.set_num_threads(1)  # the other cores are for the other runs
         try:
-            self.call(self.place, Reporter(self._send, lambda: bool(self.stop.value)), self.ends)
+            self.call(self.place, Reporter(self._send, lambda: bool(self.stop.value)))
         except (FedbnError, KeyboardInterrupt) as error:
             return error
         return None

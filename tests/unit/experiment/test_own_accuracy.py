@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from fedbn_flwr import Result, cli, run_all
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
+from fedbn_flwr.experiment.listeners.recording import History
 from fedbn_flwr.experiment.preview import explain
 
 BOTH = "runs: {FedAvg: {}, FedBN: {strategy: {name: FedBN}}, Local: {strategy: {name: Standalone}}}\n"
@@ -72,14 +74,17 @@ def test_explain_has_the_examples_that_clients_evaluate(capsys: pytest.CaptureFi
 
 
 def test_a_strategy_that_personalises_joins_a_finished_experiment(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finished runs stay, and the report says what they lack; an interrupted one has own accuracy from then on."""
     runs = "runs: {FedAvg: {}, FedProx: {strategy: {name: FedProx, proximal_mu: 0.1}}}\n"
     words = ["--out", str(tmp_path), "--jobs", "1"]
     assert cli.main(["run", SMALL + runs, "only=FedAvg", *words]) == 0
     finished = (tmp_path / "FedAvg" / "summary.json").read_bytes()
-    assert cli.main(["run", SMALL + runs, "only=FedProx", *words, "--minutes", "1e-6"]) == 75
+    on_round = History.on_round
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "on_round", lambda *given: replace(on_round(*given), stop=KeyboardInterrupt()))
+        assert cli.main(["run", SMALL + runs, "only=FedProx", *words]) == 130
     joined = runs.replace("}\n", ", FedBN: {strategy: {name: FedBN}}}\n")
     assert cli.main(["run", SMALL + joined, *words, "--resume"]) == 0
     assert (tmp_path / "FedAvg" / "summary.json").read_bytes() == finished
