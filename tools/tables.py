@@ -1,4 +1,4 @@
-"""Writes the generated tables of the documentation; `--check` only reports the pages that are not current.
+"""Writes the generated tables of the documentation; `--check` only reports pages and pictures that are not current.
 
 A table is between `<!-- table: NAME -->` and `<!-- end -->`. Names, defaults and descriptions come from the settings,
 registries and docstrings, measured figures from the raw files of docs/results. Cells that neither contains, such as the
@@ -19,6 +19,7 @@ from typing import Any
 import concepts
 import measured
 import outputs
+import pictures
 import results
 import weight
 from described import describe
@@ -337,6 +338,9 @@ def main() -> int:
             wrong = True
         elif new != text:
             page.write_text(new, encoding="utf-8")
+    for picture in pictures.stale():
+        print(f"{picture.relative_to(ROOT)}: not of the raw files' numbers; run python tools/pictures.py")
+        wrong = True
     return 1 if wrong else 0
 
 

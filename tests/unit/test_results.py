@@ -9,6 +9,7 @@ from typing import Any
 
 import measured
 import outputs
+import pictures
 import pytest
 import results
 from scipy.special import stdtr, stdtrit
@@ -68,6 +69,20 @@ def test_the_baseline_of_the_demo_sees_as_many_images_as_the_clients() -> None:
     for run in (*results.read("demo/demo"), *results.read("demo/small-batches")):
         train = run.settings["train"]
         assert run.settings["clients"] * train["steps"] * train["batch_size"] == 800
+
+
+def test_each_picture_of_results_shows_what_the_raw_files_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the reconstructed images are a benchmark's own output. Other numbers make a picture stale."""
+    shown = {f"results/{name}" for text in PAGES.values() for name in re.findall(r"\]\((\w[^)]*\.png)\)", text)}
+    listed = results.specification("results/pictures.yaml")
+    assert shown - {"results/privacy/reconstruction.png"} == {name for name in listed if name.startswith("results/")}
+    assert pictures.stale() == []
+    name = "results/fixbn/table4-16px/curves.png"
+    curve = [{**point, "accuracy": 0.5} for point in results.runs_of("fixbn/table4-16px:BN")[0].curve]
+    changed = [run._replace(curve=curve) if run.label == "BN" else run for run in results.read("fixbn/table4-16px")]
+    read = results.read
+    monkeypatch.setattr(results, "read", lambda each: changed if each == "fixbn/table4-16px" else read(each))
+    assert pictures.stale() == [pictures.DOCS / name]
 
 
 # --- what the table of the papers may claim ------------------------------------------
