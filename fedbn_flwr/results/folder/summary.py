@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
+from fedbn_flwr.errors import did_you_mean
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, TASKS, Task, goodness
 from fedbn_flwr.trees import Draft, Json
@@ -90,6 +91,21 @@ class Summary:
     @property
     def loss(self) -> float | None:
         return self.values.get("loss")
+
+    def __getitem__(self, key: str) -> Any:
+        """A value of summary.json by its key."""
+        content = self.to_json()
+        if key not in content:
+            raise KeyError(f"the summary has no {key!r}; {did_you_mean(key, content)}")
+        return content[key]
+
+    if not TYPE_CHECKING:  # a metric has a key that a type checker doesn't know: summary["rmse"]
+
+        def __getattr__(self, name: str) -> float:
+            values = vars(self).get("values", {})
+            if name not in values:
+                raise AttributeError(f"the summary has no {name!r}; {did_you_mean(name, values)}")
+            return values[name]
 
     @property
     def domains(self) -> dict[str, float]:

@@ -14,6 +14,7 @@ from .rows import Row, runs_of, sweeps
 from .tables import Lines, ReportForm, by_domain, columns, domain_table, measures_of_sweep, sweep_tables, table
 
 _NUMBER = re.compile(r"([-+<]?\d[\d.,]*)%?(?: ± ([\d.,]+))?")
+_COLUMNS = 7  # after the first
 _ABOUT = (
     "% Mean and standard deviation over seeds. Bold: the best mean of the rows that have finished.\n"
     "% Needs \\usepackage{booktabs}.\n"
@@ -39,14 +40,22 @@ def as_latex(rows: Sequence[Row], form: ReportForm) -> str:
 
 
 def _tabular(title: str, lines: Lines, shown: Sequence[Measure], rows: Sequence[Row]) -> str:
-    """`shown` has the measures of the columns after the first; columns of a comparison may follow."""
+    """One `tabular` or several, each with as many columns as fit on a page.
+
+    `shown` has the measures of the columns after the first; columns of a comparison may follow.
+    """
+    parts = (slice(place, place + _COLUMNS) for place in range(0, len(lines[0]) - 1, _COLUMNS))
+    return "\n".join(_part(title, [(line[0], *line[1:][part]) for line in lines], shown[part], rows) for part in parts)
+
+
+def _part(title: str, lines: Lines, shown: Sequence[Measure], rows: Sequence[Row]) -> str:
     unfinished, ((first, *heads), *body) = {row.title for row in rows if row.unfinished}, lines
     best = {}
     for at, measure in enumerate(shown):
         means = [_mean(line[1 + at]) for line in body if line[0] not in unfinished]
         best[at] = _best(measure.key, [mean for mean in means if mean is not None], rows)
         heads[at] += ", %" if measure.is_fraction and not title else ""
-    unit = ", in percent" if shown[0].is_fraction else ""
+    unit = ", in percent" if shown and shown[0].is_fraction else ""
     text = [f"% {in_latex(title)}{unit}"] if title else []
     text += [rf"\begin{{tabular}}{{l{'r' * len(heads)}}}", r"\toprule"]
     text += [_line(map(in_latex, (first, *heads))), r"\midrule"]

@@ -61,7 +61,9 @@ def columns(rows: Sequence[Row], form: ReportForm) -> list[Measure]:
     runs = runs_of(rows)
     known = {key for run in runs for key, value in run.values.items() if type(value) in (int, float)}
     if unknown := [key for key in form.columns if key not in known]:
-        raise UserError(f"no run has a metric {unknown[0]!r} in its summary.json; {did_you_mean(unknown[0], known)}")
+        in_summary = f"clients_{unknown[0]}"  # what it calls a metric of clients.jsonl
+        hint = did_you_mean(in_summary if in_summary in known else unknown[0], known)
+        raise UserError(f"no run has a metric {unknown[0]!r} in its summary.json; {hint}")
     main = headline(runs)
     keys = {main: None}
     for summary in (run.summary for run in runs):
@@ -182,7 +184,8 @@ def numbers(rows: Sequence[Row], form: ReportForm) -> Sequence[Json]:
     compared, keys, found = against(rows, form), [measure.key for measure in columns(rows, form)], []
     for row in rows:
         line: Draft = {
-            "run": row.label,
+            "run": row.label.removesuffix(row.accuracy_of),
+            **({"accuracy_of": row.first.summary.accuracy_of} if any(row.accuracy_of for row in rows) else {}),
             "status": row.unfinished or "finished",
             "seeds": len({run.summary.seed for run in row.counted}),
             "runs": len(row.counted),

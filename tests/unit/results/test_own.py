@@ -11,6 +11,7 @@ import pytest
 from matplotlib.mathtext import MathTextParser
 
 from fedbn_flwr import Results
+from fedbn_flwr.errors import UserError
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.latex import as_latex
@@ -209,6 +210,24 @@ def test_latex_tables_of_domains_and_sweeps_have_the_lowest_error_in_bold(tmp_pa
         r"A & $\mathbf{1{,}234.5}$ & $1{,}234.5$ \\",
         r"B & $1{,}244.5$ & $\mathbf{1{,}224.5}$ \\",
     ]
+
+
+def test_a_client_s_metric_is_suggested_by_its_name_in_the_summary(tmp_path: Path) -> None:
+    write_run(tmp_path / "A", "A", clients_own_accuracy=0.5)
+    with pytest.raises(UserError, match=r"no run has a metric 'own_accuracy'.*did you mean 'clients_own_accuracy'?"):
+        table(rows_of(tmp_path), ReportForm(("own_accuracy",)))
+
+
+def test_a_latex_table_fits_on_a_page(tmp_path: Path) -> None:
+    names = ("accuracy", "macro_f1", "auc")
+    figures = {f"{place}{name}": 0.5 for name in names for place in ("", "clients_", "clients_own_")}
+    for label in ("A", "B"):
+        write_run(tmp_path / label, label, metrics=names[1:], **figures)
+    rows = rows_of(tmp_path)
+    found = re.findall(r"\\begin\{tabular\}\{l(r+)\}\n\\toprule\n(.*) \\\\\n", as_latex(rows, DEFAULT))
+    assert all(len(columns) <= 7 for columns, _ in found)
+    heads = [head for _, line in found for head in line.split(" & ")[1:]]
+    assert [head.removesuffix(r", \%") for head in heads] == list(table(rows)[0][1:])
 
 
 def test_a_single_row_has_nothing_in_bold(tmp_path: Path) -> None:

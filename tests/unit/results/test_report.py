@@ -13,7 +13,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from fedbn_flwr import cli
+from fedbn_flwr import Results, cli
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import clients_plot, plot
@@ -71,6 +71,8 @@ def test_a_row_whose_accuracy_is_not_the_global_model_s_says_so(tmp_path: Path) 
     labels = [row.label for row in group(find_runs([tmp_path]))]
     assert labels == ["FedAvg", "Standalone (the clients' models)"]
     assert [row.label for row in group(find_runs([tmp_path / "b"]))] == ["Standalone"], "all rows are alike"
+    frame = Results.read(tmp_path).frame("accuracy")
+    assert frame.loc["Standalone", "accuracy_of"] == "the clients' models, mean"
 
 
 def test_communication_rounds_are_a_panel_where_they_are_not_rounds(tmp_path: Path) -> None:

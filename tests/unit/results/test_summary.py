@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,17 @@ def test_rounds_add_up_and_the_last_evaluation_counts() -> None:
     assert "mean_iou" not in of, "of an earlier round"
     assert found.domains == {"accuracy_sea": 0.125}
     assert found.traffic == Traffic(5, 10, 10, 500, 250, 750, elements_up_per_client=5)
+
+
+def test_a_summary_has_its_metrics_by_name() -> None:
+    found = begun().of([line(1, rmse=2.5, accuracy=0.5)])
+    regression = replace(begun(), task="regression").of([line(1, rmse=2.5)])
+    assert (regression["rmse"], regression.rmse, regression["bytes_up"]) == (2.5, 2.5, 50)  # type: ignore[attr-defined]
+    assert pickle.loads(pickle.dumps(regression)) == regression
+    with pytest.raises(KeyError, match="the summary has no 'rmse'"):
+        found["rmse"]
+    with pytest.raises(AttributeError, match=r"the summary has no 'acuracy'; did you mean 'accuracy'\?"):
+        found.acuracy  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_file_is_flat_and_has_no_figure_that_there_is_not(tmp_path: Path) -> None:
@@ -120,7 +132,8 @@ def test_a_summary_comes_back_from_its_file(summary: Summary, history: list[dict
     folder.write_summary(summary)
     for each in [*history, line(len(history) + 1)]:  # a line that a killed process did not account for
         folder.add_line("history.jsonl", each)
-    assert folder.summary() == summary
+    with folder.locked():
+        assert folder.summary() == summary
 
 
 def test_a_file_without_a_required_key_is_refused_by_its_name(tmp_path: Path) -> None:
