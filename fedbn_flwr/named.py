@@ -40,6 +40,11 @@ def is_name(text: str) -> bool:
     return ":" in text and not text.startswith((".", "/", "~"))
 
 
+def as_path(given: str) -> str:
+    """A path as a text that cannot be mistaken for a name: `heart` is a data set, `./heart` a folder."""
+    return given if given.startswith((".", "/", "~")) else f"./{given}"
+
+
 def path_of(given: str) -> Path:
     """A path in the settings; a relative path begins in the folder where the command was started."""
     return Path(os.environ.get(FOLDER, "")) / Path(given).expanduser()

@@ -23,7 +23,7 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, config_of, pack, unpack
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import OwnContent, other_arrays, sent_model
-from fedbn_flwr.named import path_of
+from fedbn_flwr.named import as_path, path_of
 
 from .client import BNClient, Update
 from .layerwise import client_without_parked_round, continue_parked, train_by_messages
@@ -139,7 +139,8 @@ def _client_error(context: Context, task: str, error: BaseException, note: str =
     sent = described(error, to_server=True, own_data=_has_own_data(context))
     if "data-path" in node:
         given = str(node["data-path"])
-        sent = sent.replace(repr(given), "data-path").replace(repr(str(path_of(given))), "data-path")
+        for text in (given, as_path(given), str(path_of(given))):
+            sent = sent.replace(repr(text), "data-path")
     if note or sent != whole:
         log_once(f"a client could not {task}: {whole}{note}", ERROR)
     if ONE_VALUE in sent:

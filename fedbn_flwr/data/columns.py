@@ -1,23 +1,19 @@
-"""Data sets with columns: inputs, labels and groups, found by type or named in the settings.
-
-A split is one of `datasets` (tables and images), or a mapping of arrays by name.
-"""
+"""Reads tables: finds the columns of inputs, labels and groups by the settings or by their types."""
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batch import tensors
-from fedbn_flwr.errors import DataError
-from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION
+from fedbn_flwr.batch import count, tensors
+from fedbn_flwr.errors import DataError, log_once
+from fedbn_flwr.tasks import BINARY, CLASSIFICATION, SEGMENTATION
 
 from . import IGNORED
 from .catalogue import Entry
@@ -25,114 +21,47 @@ from .dataset import DataSet, Groups, fewer
 from .examples import MASK, Examples, main_input
 from .series import Long
 from .source import Source
-from .values import BySplit, Targets, as_rows, check_texts, inputs_of, targets_of
+from .table import Column, Names, Table, Tables
+from .values import Targets, check_texts, counts, inputs_of, targets_of
 
-Rows = Any  # a split: a `datasets.Dataset`, or a mapping of arrays
-Splits = Mapping[str, Rows]  # "train", and "test" unless a share of "train" is held out
-ARRAYS = {"inputs": "inputs", "label": "labels", "domain": "domains", "group": "groups"}  # their usual names
-PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
-_NUMBERS = ("int", "uint", "float", "double", "bool", "decimal")
 _INDEX = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")  # pandas writes it as a column, in CSV without a name
-_SHOWN = 40  # columns in an error
-
-
-Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of a split."""
+class Opened:
+    """All examples of tables, before any is left out. Image files are decoded when it is clear which are used."""
 
-    kind: str  # its type in `datasets`, or "array"
-    read: Callable[[], Any]  # the values of all examples
-    names: Names = ()  # of the classes that its numbers stand for
-
-
-Columns = Mapping[str, Mapping[str, Column]]  # by split and name
+    data: DataSet  # of image files, the inputs are still the numbers of rows
+    lacking: dict[str, Tensor]  # bool by split, whether an example has no label
+    decoded: Callable[[DataSet], DataSet]
 
 
-def read(source: Source, splits: Splits, entry: Entry | None = None, known: Sequence[object] = ()) -> DataSet:
+def read(source: Source, tables: Tables, entry: Entry | None = None, known: Sequence[object] = ()) -> DataSet:
     """The data set of these splits; `known` are the names of its classes, if the data have them elsewhere."""
-    if source.held_out:
-        splits = {"train": splits["train"]}
-    is_table = not isinstance(splits["train"], Mapping)
-    columns: Columns = {part: _columns(source, split) for part, split in splits.items()}
-    inputs, label, domain, group = _chosen(source, columns, entry, is_table=is_table)
-    apart = _held_out_by(source)
-    keys: dict[str, Sequence[str | None]] = {key: (column,) for key, column in apart.items()}
-    keys |= {"label": label, "domain": (domain,), "group": (group,), "series": (source.series,), "time": (source.time,)}
-    uses = _uses(source, columns["train"], inputs, keys)
-    if source.series is not None:
-        columns, inputs = _of_series(source, columns, inputs, [*label, *filter(None, (domain, group)), *apart.values()])
-    classes = _known(source, entry, columns, label, tuple(map(str, known)))
-    domains = _groups(source, columns, "domain", domain, source.domains)
-    groups = _groups(source, columns, "group", group, ())
-    held_out_by = next((_groups(source, columns, key, column, ()) for key, column in apart.items()), None)
-    image, mask = _files(columns["train"], inputs, label[0])
-    # Files are decoded when it is clear which are used: until then inputs are the numbers of rows, and masks zeros.
-    numbers = {part: torch.arange(len(split)) for part, split in splits.items()}
-    targets: Targets = {part: torch.zeros_like(values) for part, values in numbers.items()}
-    names, task = classes, SEGMENTATION
-    if mask is None:
-        targets, names, task = targets_of(source, _values(columns, label), classes, numbered=not is_table)
-    if task is SEGMENTATION and (image is None) != (mask is None):
-        raise DataError(
-            f"data.label={label[0]!r} of {source.name!r} has the type {columns['train'][label[0]].kind}; expected a "
-            f"number or a text for each example, or images and a column of masks. Its columns: {_in_words(columns)}"
-        )
-    values, features = (numbers, ()) if image else inputs_of(source, _values(columns, inputs))
-    examples = {part: Examples(some, targets[part]) for part, some in values.items()}
-    for part, split in examples.items():
-        of_groups = [getattr(grouping, part) for grouping in (domains, groups) if grouping is not None]
-        _check_sizes(f"{source.name!r}: {part}", split, of_groups, dense=task is SEGMENTATION and image is None)
-    data = DataSet(
-        source.name,
-        examples["train"],
-        examples.get("test", examples["train"]),
-        names,
-        domains,
-        groups,
-        held_out_by,
-        commit_of(splits["train"]) if is_table else None,
-        task,
-        features,
-        uses,
-        source.tokens,
-    )
-    _check_entry(source, entry, data, label[0])
-    data = _wanted(source, data)
-    return _of_one_shape(_decoded(data, source, splits, entry, image, mask) if image else data)
-
-
-def _files(train: Mapping[str, Column], inputs: Names, label: str) -> tuple[str | None, str | None]:
-    """The columns of image files and of masks."""
-    images = [column for column in inputs if train[column].kind == "Image"]
-    if images and len(inputs) > 1:
-        raise DataError(f"data.inputs is {list(inputs)}; expected one column of images, or columns without images")
-    return next(iter(images), None), label if train[label].kind == "Image" else None
-
-
-def _check_entry(source: Source, entry: Entry | None, data: DataSet, label: str) -> None:
-    """Raise an error if the data have other classes than their entry in the catalogue."""
-    if entry is None or source.class_names or data.task is not CLASSIFICATION or data.classes == entry.classes:
-        return
-    raise DataError(
-        f"data.name={source.name!r} ({entry.title}) has {entry.classes} classes, the data {data.classes} in {label!r}; "
-        "choose another column with data.label, or other data by a folder or hub name"
-    )
-
-
-def _wanted(source: Source, data: DataSet) -> DataSet:
-    """The examples that the settings ask for, with a test split."""
-    data = data.wanted()
+    opened = open_examples(source, {"train": tables["train"]} if source.held_out else tables, entry, known)
+    data, lacking = opened.data, opened.lacking
+    for part, split in {"train": data.train, "test": data.test}.items():
+        if part not in lacking:
+            continue
+        if source.missing is None and (gaps := counts(split.inputs, torch.isnan, data.input_names)):
+            raise DataError(
+                f"{source.name!r}: of the {len(split)} rows of {part} some have no value (NaN or null) in "
+                f"{gaps}; set data.missing: mean, which puts the mean of the column in their place, or drop, which "
+                "leaves out the rows"
+            )
+        if source.missing != "drop" and lacking[part].any():
+            raise DataError(
+                f"{source.name!r}: {int(lacking[part].sum())} of {len(split)} rows of {part} have no value in "
+                f"{', '.join(map(repr, data.labels))}, the first is row {int(lacking[part].int().argmax())}; expected "
+                "one in each row, or data.missing: drop, which leaves out these rows"
+            )
+    _check_entry(source, entry, data)
     if source.missing == "drop":
-        data = data.complete()
+        data = data.complete(lacking)
+    data = data.wanted()
     if source.held_out:
         data = data.held_out(source.held_out)
-    return fewer(data, source.examples, source.test_examples)
-
-
-def _of_one_shape(data: DataSet) -> DataSet:
+    data = opened.decoded(fewer(data, source.examples, source.test_examples))
     if data.train.shape != data.test.shape:
         raise DataError(
             f"data.name={data.name!r}: training examples have the shape {data.train.shape}, test examples "
@@ -142,14 +71,99 @@ def _of_one_shape(data: DataSet) -> DataSet:
     return data
 
 
+def open_examples(source: Source, tables: Tables, entry: Entry | None = None, known: Sequence[object] = ()) -> Opened:
+    """All examples of the tables, those without a label too."""
+    train = next(iter(tables.values()))
+    inputs, label, domain, group = _chosen(source, tables, entry)
+    types = {name: source.categories.get(name) or train.columns[name].kind for name in inputs}
+    apart = _held_out_by(source)
+    keys: dict[str, Sequence[str | None]] = {key: (column,) for key, column in apart.items()}
+    keys |= {"label": label, "domain": (domain,), "group": (group,), "series": (source.series,), "time": (source.time,)}
+    uses = _uses(source, train, inputs, keys)
+    if source.series is not None:
+        tables, inputs = _of_series(source, tables, inputs, [*label, *filter(None, (domain, group)), *apart.values()])
+        train = next(iter(tables.values()))
+    domains = _groups(source, tables, "domain", domain, source.domains)
+    groups = _groups(source, tables, "group", group, ())
+    held_out_by = next((_groups(source, tables, key, column, ()) for key, column in apart.items()), None)
+    image, mask = _files(train, inputs, label[0])
+    classes = _known(source, entry, tables, label, tuple(map(str, known)))
+    rows = {part: torch.arange(len(table.files)) for part, table in tables.items() if image}
+    if mask is None:
+        keeps = entry is not None and bool(entry.keep) and not source.class_names
+        targets = targets_of(source, tables, label, classes, keeps=keeps)
+    else:  # until files are decoded, masks are zeros
+        targets = Targets(
+            {part: torch.zeros_like(numbers) for part, numbers in rows.items()},
+            classes,
+            SEGMENTATION,
+            {part: np.zeros(len(numbers), bool) for part, numbers in rows.items()},
+        )
+    if targets.task is SEGMENTATION and (image is None) != (mask is None):
+        raise DataError(
+            f"data.label={label[0]!r} of {source.name!r} has the type {train.columns[label[0]].kind}; expected a "
+            f"number or a text for each example, or images and a column of masks. Its columns: {train}"
+        )
+    if targets.task in (CLASSIFICATION, BINARY) and len(targets.names) == 1:
+        log_once(
+            f"data.label: all examples of {source.name!r} have one class, {targets.names[0]!r}, so there is nothing to "
+            "learn; list all classes in data.class_names, or choose another column"
+        )
+    values, features = (rows, ()) if image else inputs_of(source, tables, inputs)
+    examples: dict[str, Examples] = {}
+    for part, some in values.items():
+        split = Examples(some, targets.values[part], rows=torch.arange(count(some)))
+        of_groups = [getattr(grouping, part) for grouping in (domains, groups) if grouping is not None]
+        _check_sizes(f"{source.name!r}: {part}", split, of_groups, dense=targets.task is SEGMENTATION and not image)
+        examples[part] = split
+    first, *others = examples.values()
+    data = DataSet(
+        source.name,
+        first,
+        others[0] if others else first,
+        targets.names,
+        domains,
+        groups,
+        held_out_by,
+        train.commit,
+        targets.task,
+        features,
+        uses,
+        source.tokens,
+        types,
+        label,
+    )
+    decoded = partial(_decoded, source, tables, entry, image, mask) if image else lambda data: data
+    return Opened(data, {part: torch.from_numpy(absent) for part, absent in targets.absent.items()}, decoded)
+
+
+def _files(train: Table, inputs: Names, label: str) -> tuple[str | None, str | None]:
+    """The columns of image files and of masks."""
+    images = [column for column in inputs if train.columns[column].kind == "Image"]
+    if images and len(inputs) > 1:
+        raise DataError(f"data.inputs is {list(inputs)}; expected one column of images, or columns without images")
+    return next(iter(images), None), label if train.columns[label].kind == "Image" else None
+
+
+def _check_entry(source: Source, entry: Entry | None, data: DataSet) -> None:
+    """Raise an error if the data have other classes than their entry in the catalogue."""
+    if entry is None or source.class_names or data.task is not CLASSIFICATION or data.classes == entry.classes:
+        return
+    raise DataError(
+        f"data.name={source.name!r} ({entry.title}) has {entry.classes} classes, the data {data.classes} in "
+        f"{data.labels[0]!r}; choose another column with data.label, or other data by a folder or hub name"
+    )
+
+
 def _decoded(
-    data: DataSet, source: Source, splits: Splits, entry: Entry | None, image: str, mask: str | None
+    source: Source, tables: Tables, entry: Entry | None, image: str, mask: str | None, data: DataSet
 ) -> DataSet:
     """The data set with the images of the files, where it has the numbers of their rows."""
     from .decoding import Files  # needs packages of the extra `data`
 
+    first, *others = tables.values()
     files = Files(
-        splits["train"],
+        first.files,
         image,
         source.name,
         source.pixels or (entry.pixels if entry else None),
@@ -157,124 +171,65 @@ def _decoded(
         mask,
         entry.ids if entry else None,
         data.classes,
+        source.channels or 1,
     )
-    of_test = replace(files, split=splits.get("test", splits["train"]))
+    of_test = replace(files, split=others[0].files) if others else files
     return replace(data, train=files.decoded(data.train), test=of_test.decoded(data.test))
-
-
-def commit_of(split: Rows) -> str | None:
-    """The commit of the hub's repository that a split is from; None for files of this machine."""
-    for url in getattr(split.info, "download_checksums", None) or ():
-        if found := re.search(r"@([0-9a-f]{40})/", url):
-            return found[1]
-    return None
 
 
 # --- columns -----------------------------------------------------------------
 
 
-def _columns(source: Source, split: Rows) -> Mapping[str, Column]:
-    """The columns of a split by name. A column of image files, as bytes or as paths, has the type Image."""
-    if isinstance(split, Mapping):
-        return {
-            name: Column("array", functools.partial(as_rows, f"{source.name!r}: {name!r}", given))
-            for name, given in split.items()
-        }
-    found = {}
-    for name, feature in split.features.items():
-        kinds = feature if isinstance(feature, dict) else {"bytes": feature}
-        types = {key: getattr(kind, "dtype", None) for key, kind in kinds.items()}
-        is_file = types.keys() <= {"bytes", "path"} and types.get("bytes") in ("binary", "large_binary")
-        is_path = source.inputs == (name,) and types.get("bytes") in ("string", "large_string")
-        classes = tuple(getattr(feature, "names", ()))
-        is_value = type(feature).__name__ == "Value"
-        kind = str(feature.dtype) if is_value else type(feature).__name__
-        if is_file or (is_path and len(split) and str(split[0][name]).lower().endswith(tuple(PICTURES))):
-            kind = "Image"
-        is_single = kind != "Image" and (is_value or bool(classes))
-        read_ = functools.partial(_single if is_single else _lists, source, split, name)
-        found[name] = Column(kind, read_, classes)
-    return found
-
-
-def _lists(source: Source, split: Rows, column: str) -> np.ndarray:
-    return as_rows(f"{source.name!r}: {column!r}", split.with_format("numpy")[column][:])
-
-
-def _single(source: Source, split: Rows, column: str) -> Any:
-    """Numbers or texts; the numbers of a column with class names become names."""
-    import pyarrow as pa
-
-    values = split.select_columns([column]).with_format("arrow")[:].column(0)
-    is_special = pa.types.is_decimal(values.type) or (pa.types.is_boolean(values.type) and values.null_count)
-    rows = (values.cast(pa.float64()) if is_special else values).to_numpy()
-    names = getattr(split.features[column], "names", None)
-    if names is None or values.null_count:
-        return rows
-    if (wrong := np.flatnonzero((rows < 0) | (rows >= len(names)))).size:
-        raise DataError(
-            f"{source.name!r}: {column!r} has numbers outside of 0 to {len(names) - 1}, the classes that have names",
-            f": {int(rows[wrong[0]])} in row {wrong[0]}",
-        )
-    return np.array(names)[rows]
-
-
-def _values(columns: Columns, used: Sequence[str]) -> dict[str, BySplit]:
-    """The values of columns by split."""
-    return {column: {part: split[column].read() for part, split in columns.items()} for column in used}
-
-
-def _in_words(columns: Columns) -> str:
-    train = columns["train"]
-    shown = ", ".join(f"{name} ({train[name].kind})" for name in list(train)[:_SHOWN])
-    return shown + (f", ... ({len(train)} columns)" if len(train) > _SHOWN else "")
-
-
-def _chosen(
-    source: Source, columns: Columns, entry: Entry | None, *, is_table: bool
-) -> tuple[Names, Names, str | None, str | None]:
+def _chosen(source: Source, tables: Tables, entry: Entry | None) -> tuple[Names, Names, str | None, str | None]:
     """The columns of inputs, labels, domains and groups."""
-    train = columns["train"]
-    usual: Mapping[str, str] = ARRAYS
-    if is_table:
-        of_entry = {} if entry is None else {"inputs": entry.image, "label": entry.label}
-        usual = {**of_entry, "domain": (entry and entry.domain) or "domain"}
+    train = next(iter(tables.values()))
+    columns = train.columns
 
-    def named(key: str) -> Names:
-        return (usual[key],) if usual.get(key) in train else ()
+    def check(key: str, names: Sequence[str | None]) -> None:
+        if absent := [name for name in names if name is not None and name not in columns]:
+            raise DataError(f"data.{key}={absent[0]!r} is not a column of {source.name!r}; its columns: {train}")
 
-    domain = source.domain or (usual["domain"] if source.domains else next(iter(named("domain")), None))
+    def usual(*names: str | None) -> str | None:
+        return next((name for name in names if name is not None and name in columns), None)
+
+    def only(key: str, kind: str, skipped: Sequence[str | None] = ()) -> Names:
+        """The only column of this type."""
+        found = [name for name, column in columns.items() if column.kind == kind and name not in skipped]
+        if len(found) != 1:
+            raise DataError(f"{source.name!r}: name the column with data.{key}; its columns: {train}")
+        return tuple(found)
+
+    apart = _held_out_by(source)
+    by_key: dict[str, Iterable[str | None]] = {"inputs": source.inputs, "label": source.label}
+    by_key |= {"series": [source.series], "time": [source.time]}
+    by_key |= {"domain": [source.domain], "categories": source.categories, **{k: [c] for k, c in apart.items()}}
+    for key, names in by_key.items():
+        check(key, [*names])
+    listed = Entry("", 0, 0, None, image="inputs", label="labels") if entry is None else entry
+    domain = source.domain or usual(listed.domain, "domain", "domains")
+    if source.domains and domain is None:
+        check("domain", ["domain"])
     # A site's own data may lack the column of groups; where it is needed, `partition` reports that.
-    group = next((name for name in ([source.group] if source.group else named("group")) if name in train), None)
-    label = source.label or named("label")
-    if not label:
-        label = _only(source, columns, "label", "ClassLabel", (*source.inputs, domain or "domain"), is_table=is_table)
-    inputs = source.inputs or named("inputs")
-    if not inputs and not any(column.kind == "Image" for name, column in train.items() if name not in label):
-        taken = (*label, domain, group, source.series, source.time, *_held_out_by(source).values())
-        others = [name for name in train if name not in taken and not _INDEX.fullmatch(name)]
-        inputs = tuple(name for name in others if name in source.categories or train[name].kind.startswith(_NUMBERS))
+    group = usual(source.group or "groups")
+    named = usual(listed.label, "labels")
+    label = source.label or ((named,) if named else only("label", "ClassLabel", [*source.inputs, domain]))
+    inputs = source.inputs or tuple(filter(None, [usual(listed.image, "inputs")]))
+    has_arrays = any(column.kind in ("Image", "array") for name, column in columns.items() if name not in label)
+    if not inputs and not has_arrays:
+        taken = (*label, domain, group, source.series, source.time, *apart.values())
+        others = [name for name in columns if name not in taken and not _INDEX.fullmatch(name)]
+        inputs = tuple(name for name in others if name in source.categories or columns[name].is_number)
         for name in others:
-            if name not in inputs and train[name].kind.endswith("string"):
-                check_texts(source, name, train[name].read())
-    if not inputs and is_table and not any(column.kind == "Image" for column in train.values()):
-        raise DataError(
-            f"{source.name!r} has no column left for inputs, data.label names {', '.join(label)}; expected other "
-            f"columns of numbers or images, or texts with data.categories. Its columns: {_in_words(columns)}"
-        )
-    if not inputs:
-        inputs = _only(source, columns, "inputs", "Image", label, is_table=is_table)
-    used = [("inputs", column) for column in inputs] + [("label", column) for column in label]
-    more = [("domain", domain), ("series", source.series), ("time", source.time)]
-    more += [("categories", column) for column in source.categories]
-    more += _held_out_by(source).items()
-    for key, column in (*used, *more):
-        if column is not None and column not in train:
+            if name not in inputs and columns[name].is_text:
+                check_texts(source, name, columns[name].read())
+        if not inputs and not any(column.kind == "Image" for column in columns.values()):
             raise DataError(
-                f"data.{key}={column!r} is not a column of {source.name!r}; its columns: {_in_words(columns)}"
+                f"{source.name!r} has no column left for inputs, data.label names {', '.join(label)}; expected other "
+                f"columns of numbers or images, or texts with data.categories. Its columns: {train}"
             )
-    for part, split in columns.items():
-        if absent := [column for _, column in used if column not in split]:
+    inputs = inputs or only("inputs", "Image", label)
+    for part, split in tables.items():
+        if absent := [column for column in (*inputs, *label) if column not in split.columns]:
             raise DataError(f"{source.name!r}: {part} has no column {', '.join(absent)}; expected the columns of train")
     if twice := [column for column in inputs if column in label]:
         raise DataError(f"{twice[0]!r} is in data.inputs and data.label; expected it in one")
@@ -287,102 +242,88 @@ def _held_out_by(source: Source) -> dict[str, str]:
     return {key: column for key, column in columns.items() if column is not None}
 
 
-def _of_series(source: Source, columns: Columns, inputs: Names, others: Sequence[str]) -> tuple[Columns, Names]:
+def _of_series(source: Source, tables: Tables, inputs: Names, others: Sequence[str]) -> tuple[Tables, Names]:
     """The columns of a long table with a value for each series, and the names of the new inputs."""
 
-    def values(part: str, column: str | None) -> Any:
-        return None if column is None else columns[part][column].read()
-
     longs = {
-        part: Long.of(f"{source.name!r}: {part}", values(part, source.series), values(part, source.time))
-        for part in columns
+        part: Long.of(
+            f"{source.name!r}: {part}",
+            table.columns[str(source.series)].read(),
+            table.columns[source.time].read() if source.time else None,
+        )
+        for part, table in tables.items()
     }
     lengths = np.concatenate([long.lengths for long in longs.values()])
     length = int(lengths.max())
     # A site whose series happen to have one length gives the network a mask too, if it is for series of any length.
     new = ("inputs", MASK) if lengths.min() < length or source.shape[-1:] == (None,) else ("inputs",)
 
-    def made(part: str, column: str) -> Any:
-        long = longs[part]
-        if column in others:
-            return long.one_each(column, values(part, column))
-        return long.mask(length) if column == MASK else long.stacked([values(part, name) for name in inputs], length)
+    def made(part: str, long: Long) -> Table:
+        of = tables[part].columns
+        values = {
+            "inputs": Column("array", lambda: long.stacked([of[name].read() for name in inputs], length)),
+            MASK: Column("array", lambda: long.mask(length)),
+        }
+        return Table(
+            {name: values[name] for name in new}
+            | {
+                name: replace(of[name], read=partial(long.one_each, name, of[name].read()))
+                for name in others
+                if name in of
+            }
+        )
 
-    def of(part: str, column: str) -> Column:
-        read = functools.partial(made, part, column)
-        return replace(columns[part][column], read=read) if column in others else Column("array", read)
-
-    return {
-        part: {name: of(part, name) for name in (*new, *others) if name in (*new, *columns[part])} for part in longs
-    }, new
+    return {part: made(part, long) for part, long in longs.items()}, new
 
 
-def _uses(
-    source: Source, train: Mapping[str, Column], inputs: Names, keys: Mapping[str, Sequence[str | None]]
-) -> dict[str, str]:
+def _uses(source: Source, train: Table, inputs: Names, keys: Mapping[str, Sequence[str | None]]) -> dict[str, str]:
     """What each column is for, or why it is not an input."""
     used = dict.fromkeys(inputs, "input")
     used |= {column: f"data.{key}" for key, some in keys.items() for column in some if column}
     return {
         name: used.get(name)
         or ("not in data.inputs" if source.inputs else "index of pandas" if _INDEX.fullmatch(name) else column.kind)
-        for name, column in train.items()
+        for name, column in train.columns.items()
     }
 
 
-def _only(
-    source: Source, columns: Columns, key: str, kind: str, skipped: Sequence[str | None], *, is_table: bool
-) -> Names:
-    """The only column of this type."""
-    train = columns["train"]
-    found = [name for name, column in train.items() if column.kind == kind and name not in skipped]
-    if len(found) != 1:
-        what = f"columns of type {kind}" if is_table else f"arrays {ARRAYS[key]!r}"
-        raise DataError(
-            f"{source.name!r} has {len(found) or 'no'} {what}; name one with data.{key}. Its columns: "
-            f"{_in_words(columns)}"
-        )
-    return tuple(found)
-
-
-def _groups(source: Source, columns: Columns, key: str, column: str | None, wanted: Sequence[str]) -> Groups | None:
+def _groups(source: Source, tables: Tables, key: str, column: str | None, wanted: Sequence[str]) -> Groups | None:
     if column is None:
         return None
     values = {}
-    for part, split in columns.items():
-        if column not in split:
+    for part, table in tables.items():
+        if column not in table.columns:
             continue
-        if not (split[column].names or split[column].kind[0].islower()):  # the type is a class of `datasets`
+        found = table.columns[column]
+        if not found.is_single:
             raise DataError(
-                f"data.{key}={column!r} of {source.name!r} has the type {split[column].kind}; expected a number or a "
-                "text for each example"
+                f"data.{key}={column!r} of {source.name!r} has the type {found.kind}; expected a number or a text for "
+                "each example"
             )
-        values[part] = split[column].read().tolist()
+        values[part] = found.read().tolist()
         if absent := sum(value is None or value != value for value in values[part]):
             raise DataError(
                 f"{source.name!r}: {absent} of {len(values[part])} rows of {part} have no value in {column!r}; "
                 "expected one in each row"
             )
-    if "test" not in columns:
+    if "test" not in tables:
         values["test"] = values["train"]
     return Groups.of(source.name, values, wanted)
 
 
-# --- classes -----------------------------------------------------------------
-
-
-def _known(source: Source, entry: Entry | None, columns: Columns, label: Sequence[str], given: Names) -> Names:
+def _known(source: Source, entry: Entry | None, tables: Tables, label: Names, given: Names) -> Names:
     """The names of the classes, if the settings, the data or the catalogue have them."""
+    columns = [table.columns[label[0]] for table in tables.values()]
     if given or source.class_names:
         return given or source.class_names
-    if columns["train"][label[0]].kind == "Image":
+    if columns[0].kind == "Image":
         if source.classes is None and not (entry and entry.names):
             raise DataError(
                 f"{source.name!r} is a segmentation data set; give its number of classes with data.classes (pixels of "
                 f"a mask are 0 to classes - 1, or {IGNORED} if they are ignored)"
             )
         return (entry and entry.names) or tuple(map(str, range(source.classes or 0)))
-    found = [split[label[0]].names for split in columns.values()]
+    found = [column.names for column in columns]
     if len(set(found)) > 1:
         raise DataError(
             f"data.name={source.name!r}: the training split has {len(found[0])} classes in {label[0]!r}, the test "
@@ -390,13 +331,10 @@ def _known(source: Source, entry: Entry | None, columns: Columns, label: Sequenc
         )
     if entry is None or not entry.keep:
         return found[0]
-    there = found[0] or tuple(map(str, columns["train"][label[0]].read().tolist()))
+    there = found[0] or tuple(map(str, columns[0].read().tolist()))
     if absent := [name for name in entry.keep if name not in there]:
         raise DataError(f"data.name={source.name!r} ({entry.title}): the data has no class {', '.join(absent)}")
     return entry.keep
-
-
-# --- examples ----------------------------------------------------------------
 
 
 def _check_sizes(where: str, split: Examples, groups: Sequence[Tensor | None], *, dense: bool) -> None:

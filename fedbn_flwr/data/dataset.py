@@ -20,6 +20,7 @@ from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.errors import DataError, did_you_mean, log_once
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, Task
+from fedbn_flwr.trees import Tree
 
 from . import Moments, Size
 from .examples import Examples, main_input
@@ -128,6 +129,9 @@ class DataSet(DataForm):
     input_names: tuple[str, ...] = ()  # of the features
     columns: Mapping[str, str] = field(default_factory=dict)  # what each is for, or why it is not an input
     given_tokens: int | None = None  # data.tokens, on which sites agree
+    # Of the columns of inputs, in the model's order, the types, or the categories; and the columns of labels.
+    types: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
 
     @property
     def classes(self) -> int:  # type: ignore[override]
@@ -153,6 +157,17 @@ class DataSet(DataForm):
     def groupings(self) -> list[Groups]:
         """The columns by which the examples are grouped, if there are any."""
         return [grouping for grouping in (self.domains, self.groups) if grouping is not None]
+
+    @property
+    def schema(self) -> Tree:
+        """What the columns of new data must be called, for model.json; inputs are in the model's order."""
+        inputs = [
+            {"name": name, "type": kind}
+            if isinstance(kind, str)
+            else {"name": name, "type": "category", "categories": [*kind]}
+            for name, kind in self.types.items()
+        ]
+        return {"inputs": inputs, "label": [*self.labels]}
 
     def blank(self, number: int) -> Value:
         return self.train.blank(number)
@@ -224,15 +239,17 @@ class DataSet(DataForm):
             rows.append(None if keep.all() else keep)
         return self.select(*rows)
 
-    def complete(self) -> DataSet:
-        """Without the examples of which an input has no value (NaN); the log has their number."""
+    def complete(self, lacking: Mapping[str, Tensor]) -> DataSet:
+        """Without the examples that lack an input (NaN) or, by split, a label; the log has their number."""
         rows = []
-        for part, split in zip(("training", "test"), (self.train, self.test), strict=True):
+        for part, key, split in (("training", "train", self.train), ("test", "test", self.test)):
             absent = [some.isnan().reshape(len(split), -1).any(1) for some in tensors(split.inputs)]
-            rows.append(~torch.stack(absent).any(0))
+            rows.append(~torch.stack([*absent, lacking.get(key, lacking["train"])]).any(0))
             if not rows[-1].any():
-                raise DataError(f"every {part} example of {self.name!r} ({len(split)}) lacks an input, so none is left")
-            if dropped := int((~rows[-1]).sum()):
+                raise DataError(
+                    f"every {part} example of {self.name!r} ({len(split)}) lacks an input or a label, so none is left"
+                )
+            if (dropped := int((~rows[-1]).sum())) and (part == "training" or split is not self.train):
                 log_once(f"data.missing: drop leaves out {dropped} of {len(split)} {part} examples of {self.name!r}")
         return self.select(*rows)
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,13 +23,12 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fedbn_flwr.batch import Value
 from fedbn_flwr.cores import cores
 from fedbn_flwr.errors import DataError, StorageError
 from fedbn_flwr.trees import Json
 
 from . import IGNORED, Size
-from .examples import Examples, main_input
+from .examples import Examples
 
 _MARGIN = 224 / 256  # share of the side that a centre crop keeps, as is usual for ImageNet
 _AHEAD = 64  # images that are decoded before they are written
@@ -56,6 +55,8 @@ class Files:
         The value of class 0, 1, and so on in a mask; other values are ignored. None: the value is the class.
     classes
         Number of classes, for segmentation.
+    channels
+        The least number of channels: with 3, greyscale images become images of three equal channels.
     """
 
     split: datasets.Dataset
@@ -66,22 +67,33 @@ class Files:
     masks: str | None = None
     ids: tuple[int, ...] | None = None
     classes: int = 0
+    channels: int = 1
 
     def decoded(self, chosen: Examples) -> Examples:
-        """The images of the rows `chosen.inputs`, uint8 [N, C, H, W], and their targets or masks, uint8 [N, H, W]."""
-        rows = main_input(chosen.inputs).numpy()
-        facts = (self.split._fingerprint, self.column, self.masks, self.size, self.fit, self.ids, self.classes)
-        key = hashlib.sha256(f"5|{facts}|{self._stamps()}|".encode() + rows.tobytes()).hexdigest()[:24]
+        """The examples with their images, uint8 [N, C, H, W], and perhaps masks, uint8 [N, H, W]."""
+        assert chosen.rows is not None, "examples of a table have rows"
+        rows = chosen.rows.numpy()
+        facts = (
+            self.split._fingerprint,
+            self.column,
+            self.masks,
+            self.size,
+            self.fit,
+            self.ids,
+            self.classes,
+            self.channels,
+        )
+        key = hashlib.sha256(f"6|{facts}|{self._stamps()}|".encode() + rows.tobytes()).hexdigest()[:24]
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedbn-flwr"
         folder = Path(os.environ.get("FEDBN_CACHE") or cache)
         names = [f"{key}.{column}.npy" for column in range(len(self._files.column_names))]
         with suppress(OSError, ValueError, EOFError):  # absent or damaged
-            return _mapped(folder, names, chosen.targets)
+            return _mapped(folder, names, chosen)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=folder) as made:  # so that other processes see whole files or none
                 new = [Path(made) / name for name in names]
-                if not self._write(rows, new, channels=1):
+                if not self._write(rows, new, self.channels):
                     self._write(rows, new, channels=3)
                 for file in new:
                     os.replace(file, folder / file.name)
@@ -90,7 +102,7 @@ class Files:
                 f"the cache of decoded images, {str(folder)!r}, cannot be written: {error.strerror or error}; set "
                 "FEDBN_CACHE to a folder with more free space"
             ) from None
-        return _mapped(folder, names, chosen.targets)
+        return _mapped(folder, names, chosen)
 
     def _write(self, rows: np.ndarray, files: Sequence[Path], channels: int) -> bool:
         """Write the images, and the masks, to a file each; False if an image has more channels."""
@@ -224,7 +236,7 @@ def _array(picture: Image.Image) -> np.ndarray:
     return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
-def _mapped(folder: Path, names: Sequence[str], targets: Value) -> Examples:
+def _mapped(folder: Path, names: Sequence[str], chosen: Examples) -> Examples:
     # Copy-on-write, because torch warns about read-only arrays; no code writes to it.
     images, *masks = (torch.from_numpy(np.load(folder / name, mmap_mode="c")) for name in names)
-    return Examples(images, masks[0] if masks else targets)
+    return replace(chosen, inputs=images, targets=masks[0] if masks else chosen.targets)

@@ -33,6 +33,7 @@ class Examples:
     # values of a regression, or 0 and 1 of several labels; or a dict of tensors
     targets: Value
     sent_to: torch.device | None = None  # the device to which each batch is sent, if the examples stay where they are
+    rows: Tensor | None = None  # int64 [N], the numbers of the examples in their table; always on the CPU
 
     def __len__(self) -> int:
         return count(self.targets)
@@ -83,14 +84,14 @@ class Examples:
     def select(self, rows: Tensor) -> Examples:
         here = rows.to(main_input(self.inputs).device)
         inputs, targets = (map_tensors(lambda part: part[here], value) for value in (self.inputs, self.targets))
-        return replace(self, inputs=inputs, targets=targets)
+        return replace(self, inputs=inputs, targets=targets, rows=None if self.rows is None else self.rows[rows])
 
     def to(self, device: torch.device, most: float = math.inf) -> Examples:
         """On a device, as a whole if they have at most `most` bytes, or else batch by batch."""
         if device.type != "cpu" and self.nbytes > most:
             return replace(self, sent_to=device)
         inputs, targets = (map_tensors(lambda part: part.to(device), value) for value in (self.inputs, self.targets))
-        return Examples(inputs, targets)
+        return replace(self, inputs=inputs, targets=targets)
 
 
 def _zeros(part: Tensor, number: int) -> Tensor:

@@ -6,8 +6,7 @@ layouts.
     CLASS/*.jpg, or DOMAIN/CLASS/*.jpg                      (if a share of them is held out)
     leftImg8bit/SPLIT/CITY/*.png and gtFine/SPLIT/CITY/     (Cityscapes)
 
-All become splits of `datasets` with columns, except those of NumPy, which are mappings of arrays. Image files are
-listed, not opened.
+All become tables. Image files are listed, not opened.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -28,19 +28,20 @@ from fedbn_flwr.errors import DataError, did_you_mean
 from fedbn_flwr.trees import Draft, Tree
 
 from .catalogue import CATALOGUE, Entry
-from .columns import PICTURES, Rows, commit_of
 from .paths import check_rights
 from .source import PARTS, Source
+from .table import PICTURES, Table, table_of
 
 _EACH = 5  # of each class of a domain without lists, every fifth image is a test image
 
+Rows = Any  # a `datasets.Dataset`, or a mapping of arrays
 Splits = dict[str, Rows]  # "train" and "test"
 Readers = Mapping[str, Callable[[Path, Sequence[Path]], Rows]]  # of the files of a split, by suffix
 Row = tuple[str, ...]  # an image file, and the values of other columns
 
 
-def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tuple[Splits, Entry | None]:
-    """The splits of a data set in `folder` or on the hub, and its catalogue entry, which may follow from the layout."""
+def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tuple[dict[str, Table], Entry | None]:
+    """The tables of a data set in `folder` or on the hub, and its catalogue entry, which may follow from the layout."""
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
@@ -50,8 +51,7 @@ def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tup
                 f"data.revision is {source.revision!r}, which is for data sets of the hub, but {str(folder)!r} is read"
             )
         splits, entry = _folder(folder, source, entry)
-        base = folder if folder.is_dir() else folder.parent
-        return {part: _placed(base, split, source.inputs) for part, split in splits.items()}, entry
+        return {part: _placed(folder, split, source) for part, split in splits.items()}, entry
     if entry is None and "/" not in source.name:  # the hub need not be asked: half a minute without a network
         raise DataError(
             f"data.name={source.name!r}: there is no such data set; give a folder, OWNER/NAME of a data set on the "
@@ -65,7 +65,7 @@ def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tup
     return _hub(source, entry), entry
 
 
-def _hub(source: Source, entry: Entry | None) -> Splits:
+def _hub(source: Source, entry: Entry | None) -> dict[str, Table]:
     name, hub = source.name, source.name if entry is None else entry.hub
     revision, found = source.revision, {}
     names = [source.train or "train"]
@@ -73,7 +73,7 @@ def _hub(source: Source, entry: Entry | None) -> Splits:
         names.append(str(source.test or ("test" if entry is None else entry.test)))
     for part, split in zip(PARTS, names, strict=False):
         try:
-            found[part] = datasets.load_dataset(hub, split=split, revision=revision)
+            found[part] = table_of(name, datasets.load_dataset(hub, split=split, revision=revision), source.inputs)
         except Exception as error:
             at = f" and data.revision={revision!r}" if revision else ""
             there = "" if hub == name else f" ({hub!r} there)"
@@ -83,7 +83,7 @@ def _hub(source: Source, entry: Entry | None) -> Splits:
                 + (f", as data.root, where it is called {name}/" if there else ""),
                 f". {_root(error)}",
             ) from error
-        revision = commit_of(found[part]) or revision  # both splits are of one commit
+        revision = found[part].commit or revision  # both splits are of one commit
     return found
 
 
@@ -118,24 +118,21 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     return _tables(found, "image", "label"), entry
 
 
-def open_rows(path: Path, label: Sequence[str], blank: str | float) -> tuple[Rows, bool]:
-    """All rows of a table, or all images of a folder; and whether they have labels: those without get `blank`."""
+def open_new(source: Source, path: Path) -> Table:
+    """All rows of a table, or all images of a folder, which are labelled if their folder has the name of a class."""
     check_rights(path)
     if path.is_dir():
-        return _tables({"train": [(file, str(blank)) for file in _pictures(path)]}, "image", "label")["train"], False
+        files = _pictures(path)
+        if not files:
+            raise DataError(f"{str(path)!r} contains no images ({', '.join(sorted(PICTURES))})")
+        names = [Path(file).relative_to(path).parent.name for file in files]
+        image, label = (*source.inputs, "image")[0], source.label[0]
+        columns = {image: files, label: [name if name in source.class_names else None for name in names]}
+        kinds = {image: datasets.Image(), label: datasets.Value("string")}
+        return table_of(source.name, datasets.Dataset.from_dict(columns, datasets.Features(kinds)))
     if path.suffix not in _READERS:
         raise DataError(f"{str(path)!r}: expected a file that ends in {', '.join(_READERS)}, or a folder of images")
-    table = _READERS[path.suffix](path.parent, [path])
-    columns, number = (
-        (table, len(next(iter(table.values())))) if isinstance(table, dict) else (table.features, len(table))
-    )
-    missing = [column for column in label or ("labels",) if column not in columns]
-    if isinstance(table, dict):
-        table |= {column: np.full(number, blank) for column in missing}
-    else:
-        for column in missing:
-            table = table.add_column(column, [blank] * number)
-    return table, not missing
+    return _placed(path, _READERS[path.suffix](path.parent, [path]), source)
 
 
 def _named(folder: Path, source: Source, given: Tree, readers: Readers) -> Splits:
@@ -216,29 +213,48 @@ def _load(folder: Path, files: Sequence[Path]) -> Rows:
 def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows:
     """Columns are texts if their values are not numbers, or if they are among `texts`.
 
-    An empty field, NA, NaN or null without quotes is a missing value.
+    An empty field, NA, NaN or null without quotes is a missing value. The first line shows whether columns are
+    separated by commas, semicolons or tabs. Beside semicolons, numbers may have decimal commas.
     """
     import pyarrow
     from pyarrow import csv
 
-    options = csv.ConvertOptions(
-        strings_can_be_null=True,
-        quoted_strings_can_be_null=False,
-        column_types=dict.fromkeys(texts, pyarrow.string()),
-    )
-    tables = [_read(folder, repr(str(file)), csv.read_csv, file, convert_options=options) for file in files]
-    for file, table in zip(files, tables, strict=True):
-        ((column, number),) = Counter(table.column_names).most_common(1)
+    def table(file: Path) -> Any:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            mark = max(",;\t", key=lines.readline().count)
+        found = [
+            csv.read_csv(
+                file,
+                parse_options=csv.ParseOptions(delimiter=mark),
+                convert_options=csv.ConvertOptions(
+                    strings_can_be_null=True,
+                    quoted_strings_can_be_null=False,
+                    column_types=dict.fromkeys(texts, pyarrow.string()),
+                    decimal_point=point,
+                ),
+            )
+            for point in (".," if mark == ";" else ".")
+        ]
+        names = found[0].column_names
+        if len(set(names)) == len(names):  # the numbers of both
+            for place, name in enumerate(names):
+                if pyarrow.types.is_string(found[0].schema.field(name).type):
+                    found[0] = found[0].set_column(place, name, found[-1].column(name))
+        return found[0]
+
+    tables = [_read(folder, repr(str(file)), table, file) for file in files]
+    for file, each in zip(files, tables, strict=True):
+        ((column, number),) = Counter(each.column_names).most_common(1)
         if number > 1:
             raise DataError(
                 f"data.name={str(folder)!r}: {file.name} has {number} columns {column!r}; rename all but one"
             )
-    table = _read(folder, "the tables", pyarrow.concat_tables, tables, promote_options="permissive")
-    if wrong := [field.name for field in table.schema if pyarrow.types.is_binary(field.type)]:
+    whole = _read(folder, "the tables", pyarrow.concat_tables, tables, promote_options="permissive")
+    if wrong := [field.name for field in whole.schema if pyarrow.types.is_binary(field.type)]:
         raise DataError(
             f"data.name={str(folder)!r}: the column {wrong[0]!r} contains text that isn't UTF-8; save the file as UTF-8"
         )
-    return datasets.Dataset(table)
+    return datasets.Dataset(whole)
 
 
 def _npz(folder: Path, files: Sequence[Path]) -> Rows:
@@ -356,18 +372,18 @@ def _listed(folder: Path, file: Path) -> Iterator[Row]:
         yield str(folder / path), label
 
 
-def _placed(base: Path, split: Rows, inputs: Sequence[str]) -> Rows:
-    """Make the paths of image files in a table relative to its folder, wherever the process runs."""
-    column = inputs[0] if len(inputs) == 1 else ""
-    if isinstance(split, Mapping) or not str(getattr(split.features.get(column), "dtype", "")).endswith("string"):
-        return split
-    return split.map(
-        lambda texts: {
-            column: [os.path.join(base, t) if str(t).lower().endswith(tuple(PICTURES)) else t for t in texts]
-        },
-        batched=True,
-        input_columns=column,
-    )
+def _placed(path: Path, split: Rows, source: Source) -> Table:
+    """The table, in which paths of image files that are relative to its folder are valid wherever the process runs."""
+    column, base = source.inputs[0] if len(source.inputs) == 1 else "", path if path.is_dir() else path.parent
+    if not isinstance(split, Mapping) and str(getattr(split.features.get(column), "dtype", "")).endswith("string"):
+        split = split.map(
+            lambda texts: {
+                column: [os.path.join(base, t) if str(t).lower().endswith(tuple(PICTURES)) else t for t in texts]
+            },
+            batched=True,
+            input_columns=column,
+        )
+    return table_of(source.name, split, source.inputs)
 
 
 def _cityscapes(folder: Path, split: str) -> list[Row]:

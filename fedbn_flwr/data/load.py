@@ -16,6 +16,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +25,11 @@ from fedbn_flwr.errors import DataError, SettingsError, log_once, needs
 from fedbn_flwr.trees import Tree
 
 from .catalogue import CATALOGUE, Entry
-from .columns import ARRAYS, Rows, read
+from .columns import read
 from .dataset import DataSet
 from .paths import local
 from .source import PARTS, Source
+from .table import table_of
 
 KEY = "data.name"
 COUNTS = {"train": 1_000, "test": 200}  # images, if their numbers are not given
@@ -75,7 +77,8 @@ def _read(source: Source) -> DataSet:
                     "memory; leave it out"
                 )
     with needs("data", f"{KEY}={source.name!r}"):
-        return read(source, {part: given[part] for part in parts}, known=given.get("classes") or ())
+        tables = {part: table_of(source.name, given[part], source.inputs) for part in parts}
+        return read(source, tables, known=given.get("classes") or ())
 
 
 def _returned(source: Source, parts: Sequence[str]) -> Tree:
@@ -96,13 +99,15 @@ def _returned(source: Source, parts: Sequence[str]) -> Tree:
         return {**found, **{part: _columns(f"{KEY}={name!r}: {part}", found[part]) for part in parts}}
 
 
-def _columns(where: str, split: Rows) -> Tree:
+_USUAL = ("inputs", "labels", "domains")  # in a torch `Dataset`, in this order
+
+
+def _columns(where: str, split: Any) -> Tree:
     """A split as a mapping of arrays by name."""
-    usual = tuple(ARRAYS.values())
     if isinstance(split, Mapping):
         return {key: values for key, values in split.items() if values is not None}
     if isinstance(split, list | tuple) and len(split) == 2:
-        return dict(zip(usual, split, strict=False))
+        return dict(zip(_USUAL, split, strict=False))
     rows = [split[i] for i in range(len(split))] if hasattr(split, "__getitem__") and hasattr(split, "__len__") else []
     if not rows or not isinstance(rows[0], list | tuple) or len(rows[0]) not in (2, 3):
         what = f"items of type {type(rows[0]).__name__}" if rows else "no items"
@@ -110,7 +115,7 @@ def _columns(where: str, split: Rows) -> Tree:
             f"{where} is a {type(split).__name__} with {what}; expected a pair (inputs, labels), a mapping of arrays, "
             "or a Dataset of pairs (inputs, label)"
         )
-    return dict(zip(usual, map(list, zip(*rows, strict=True)), strict=False))
+    return dict(zip(_USUAL, map(list, zip(*rows, strict=True)), strict=False))
 
 
 def digits() -> Tree:
@@ -197,4 +202,5 @@ def random_images(source: Source) -> DataSet:
         of_domains = np.array(domains)[rows % len(domains)] if domains else None
         made[part] = {"inputs": pixels, "labels": labels} | ({} if of_domains is None else {"domains": of_domains})
     classes = entry.names or entry.keep or range(entry.classes)
-    return read(Source(name=name, domains=domains, memory=source.memory), made, known=classes)
+    tables = {part: table_of(name, split) for part, split in made.items()}
+    return read(Source(name=name, domains=domains, memory=source.memory), tables, known=classes)

@@ -9,14 +9,15 @@ Inputs:
 
 Targets, by the types of the label columns: texts and whole numbers are classes, floats are regression targets.
 Several columns of floats are several targets, several of 0 and 1 several labels. `data.task` decides otherwise.
+An array [N, 1] is [N].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,76 +39,56 @@ from . import IGNORED
 from .dataset import numbers
 from .examples import MASK, main_input, main_key
 from .source import Source
+from .table import Column, Names, Tables
 
 BySplit = dict[str, np.ndarray]  # the values of all examples by split
-Targets = dict[str, Value]  # by split
-
-
-def as_rows(where: str, given: Any) -> np.ndarray:
-    """The values of all examples."""
-    if isinstance(given, Mapping):
-        raise DataError(
-            f"{where} is a mapping; expected an array, or several whose names are in data.inputs, such as [a, b]"
-        )
-    if isinstance(given, np.ndarray) and given.dtype != object:
-        return given
-    if isinstance(given, Tensor):
-        return (given.float() if given.dtype is torch.bfloat16 else given).cpu().numpy()
-    try:
-        return np.stack([np.asarray(row.cpu() if isinstance(row, Tensor) else row) for row in given])
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"{where} has values that are not arrays of one shape; pad series to one length, and give their masks too: "
-            "data.inputs: [inputs, mask]",
-            f" ({error})",
-        ) from None
 
 
 # --- inputs -------------------------------------------------------------------
 
 
-def inputs_of(source: Source, columns: Mapping[str, BySplit]) -> tuple[dict[str, Value], tuple[str, ...]]:
+def inputs_of(source: Source, tables: Tables, columns: Names) -> tuple[dict[str, Value], Names]:
     """The inputs of each split, and the names of the features."""
-    splits = next(iter(columns.values()))
-    names: tuple[str, ...] = ()
     found: dict[str, Value] = {}
-    if all(rows.ndim == 1 for parts in columns.values() for rows in parts.values()):
-        known = {column: list(map(str, source.categories.get(column, ()))) for column in columns}
-        names = tuple(
-            name for column, texts in known.items() for name in [f"{column}={text}" for text in texts] or [column]
-        )
-        for part in splits:
-            made = [_feature(source, column, parts[part], known[column]) for column, parts in columns.items()]
-            found[part] = torch.from_numpy(np.concatenate(made, 1))
-    else:
-        for part in splits:
-            where = f"{source.name!r}: {part}"
-            some = {key: _array(where, key, parts[part]) for key, parts in columns.items()}
+    features: Names = ()
+    for part, table in tables.items():
+        where = f"{source.name!r}: {part}"
+        read = {column: table.columns[column].read() for column in columns}
+        if all(rows.ndim == 1 for rows in read.values()):
+            made = {
+                name: values
+                for column, rows in read.items()
+                for name, values in _features(source, column, table.columns[column], rows).items()
+            }
+            features, found[part] = tuple(made), torch.from_numpy(np.stack([*made.values()], 1))
+        else:
+            some = {key: _array(where, key, rows) for key, rows in read.items()}
             found[part] = _several(where, some) if len(some) > 1 else next(iter(some.values()))
-    for part, inputs in found.items():
-        _check(source, part, inputs, names)
-    return found, names
+        _check(source, part, found[part], features)
+    return found, features
 
 
-def _feature(source: Source, column: str, rows: np.ndarray, known: Sequence[str]) -> np.ndarray:
-    """A column [N, 1]; texts become a column of 0 and 1 for each known value, with NaN where the text is missing."""
+def _features(source: Source, name: str, column: Column, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """A column of numbers [N] by its name, or one of 0 and 1 for each of its categories; NaN where it has no value."""
+    known = list(map(str, source.categories.get(name, ())))
     if known:
-        absent = np.array([row is None or row != row for row in rows])
-        texts = np.where(absent, known[0], rows.astype(str))
+        values, absent = _whole(column, rows)
+        texts = np.where(absent, known[0], values.astype(str))
         if other := sorted(set(texts.tolist()).difference(known)):
             raise DataError(
-                f"data.categories lacks {len(other)} of the values of the column {column!r} of {source.name!r}",
+                f"data.categories lacks {len(other)} of the values of the column {name!r} of {source.name!r}",
                 f", such as {other[0]!r}; {did_you_mean(other[0], known)}",
             )
-        rows = np.where(absent[:, None], np.nan, texts[:, None] == np.array(known))
-    elif rows.dtype.kind in "OSU" and (few := sorted({str(row) for row in rows if row is not None})[:4]):
-        check_texts(source, column, rows)
+        return {f"{name}={text}": np.where(absent, np.nan, texts == text).astype(np.float32) for text in known}
+    if column.is_text or column.names:
+        check_texts(source, name, rows)
+        some = sorted({str(row) for row in rows if row is not None})[:4]
         raise DataError(
-            f"{source.name!r}: the column {column!r} has texts, which cannot be inputs; leave it out of data.inputs, "
+            f"{source.name!r}: the column {name!r} has texts, which cannot be inputs; leave it out of data.inputs, "
             "or give its values",
-            f": data.categories: {{{column}: [{', '.join(few)}]}}",
+            f": data.categories: {{{name}: [{', '.join(some)}]}}",
         )
-    return np.asarray(rows, np.float32).reshape(len(rows), -1)
+    return {name: np.asarray(rows, np.float32)}
 
 
 def check_texts(source: Source, column: str, rows: np.ndarray) -> None:
@@ -157,56 +138,6 @@ def _number(where: str, rows: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(rows, np.int64 if rows.dtype.kind in "iu" else np.float32))
 
 
-def _check(source: Source, part: str, inputs: Value, names: Sequence[str]) -> None:
-    """Raise an error for a wrong shape, infinite values, missing values that aren't replaced, and values out of range.
-
-    Errors count such values instead of showing them, because a site's errors are sent to the server.
-    """
-    shape, wanted = list(main_input(inputs).shape[1:]), list(source.shape)
-    if wanted and (len(wanted) != len(shape) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True))):
-        raise DataError(f"data.shape is {wanted}, but {source.name!r} has inputs of shape {shape}")
-    for column, (low, high) in source.ranges.items():
-        if column not in names:
-            raise SettingsError(f"data.ranges has {column!r}; {did_you_mean(column, names)}")
-        values = main_input(inputs)[:, names.index(column)]
-        if outside := int(((values < low) | (values > high)).sum()):
-            raise DataError(
-                f"{source.name!r}: {part}: {outside} of {len(values)} rows have a value of {column!r} outside of "
-                f"data.ranges, {low:g} to {high:g}"
-            )
-    for key, values in inputs.items() if isinstance(inputs, Mapping) else [("", inputs)]:
-        if values.is_floating_point():
-            absent = values.isnan()
-            if values.isinf().any():
-                found = _counts(values.isinf(), names, key)
-                raise DataError(f"{source.name!r}: {part} has infinite values in {found}; expected numbers")
-            if absent.any() and not source.missing:
-                raise DataError(
-                    f"{source.name!r}: of the {len(values)} rows of {part} some have no value (NaN or null) in "
-                    f"{_counts(absent, names, key)}; set data.missing: mean, which puts the mean of the column in "
-                    "their place, or drop, which leaves out the rows"
-                )
-        elif values.dtype is torch.int64 and values.numel() and (source.tokens or values is main_input(inputs)):
-            low, high = int(values.min()), int(values.max())
-            if low < 0 or high >= (source.tokens or math.inf):
-                limit = (
-                    f"0 to {source.tokens - 1} (data.tokens is {source.tokens})"
-                    if source.tokens
-                    else ("0, 1, 2 and so on; give whole numbers that are not tokens as floats")
-                )
-                raise DataError(f"{source.name!r}: {part} has tokens other than {limit}", f": from {low} to {high}")
-
-
-def _counts(wrong: Tensor, names: Sequence[str], key: str) -> str:
-    """The columns with such values, and how many each has."""
-    counts = wrong.sum(0) if names else wrong.sum().reshape(1)
-    found = zip(names or (key or "inputs",), counts.tolist(), strict=True)
-    return few((f"{name} ({number})" for name, number in found if number), 8)
-
-
-# --- images -------------------------------------------------------------------
-
-
 def _images(where: str, array: np.ndarray) -> Tensor:
     """uint8 or float32 [N, C, H, W], of images whose channels may come last or be missing."""
     is_byte = array.dtype.kind in "iu" and (not array.size or 0 <= array.min() <= array.max() <= 255)
@@ -221,34 +152,118 @@ def _images(where: str, array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(array, np.uint8 if is_byte else np.float32, order="C"))
 
 
+def _check(source: Source, part: str, inputs: Value, names: Names) -> None:
+    """Raise an error for a wrong shape, infinite values, and values out of range.
+
+    Errors count such values instead of showing them, because a site's errors are sent to the server.
+    """
+    main = main_input(inputs)
+    shape, wanted = list(main.shape[1:]), list(source.shape)
+    if wanted and (len(wanted) != len(shape) or any(b not in (None, a) for a, b in zip(shape, wanted, strict=True))):
+        raise DataError(f"data.shape is {wanted}, but {source.name!r} has inputs of shape {shape}")
+    for column, (low, high) in source.ranges.items():
+        if column not in names:
+            raise SettingsError(f"data.ranges has {column!r}; {did_you_mean(column, names)}")
+        values = main[:, names.index(column)]
+        if outside := int(((values < low) | (values > high)).sum()):
+            raise DataError(
+                f"{source.name!r}: {part}: {outside} of {len(values)} rows have a value of {column!r} outside of "
+                f"data.ranges, {low:g} to {high:g}"
+            )
+    if found := counts(inputs, torch.isinf, names):
+        raise DataError(f"{source.name!r}: {part} has infinite values in {found}; expected numbers")
+    for values in inputs.values() if isinstance(inputs, Mapping) else [inputs]:
+        if values.dtype is torch.int64 and values.numel() and (source.tokens or values is main):
+            smallest, largest = int(values.min()), int(values.max())
+            if smallest < 0 or largest >= (source.tokens or math.inf):
+                limit = (
+                    f"0 to {source.tokens - 1} (data.tokens is {source.tokens})"
+                    if source.tokens
+                    else ("0, 1, 2 and so on; give whole numbers that are not tokens as floats")
+                )
+                raise DataError(
+                    f"{source.name!r}: {part} has tokens other than {limit}", f": from {smallest} to {largest}"
+                )
+
+
+def counts(inputs: Value, where: Callable[[Tensor], Tensor], names: Names) -> str:
+    """The columns with such values, and how many each has; empty if there are none."""
+    found: list[tuple[str, int]] = []
+    for key, values in inputs.items() if isinstance(inputs, Mapping) else [("inputs", inputs)]:
+        if values.is_floating_point():
+            wrong = where(values)
+            found += zip(names, wrong.sum(0).tolist(), strict=True) if names else [(key, int(wrong.sum()))]
+    return few((f"{name} ({number})" for name, number in found if number), 8)
+
+
 # --- targets ------------------------------------------------------------------
 
 
-def targets_of(
-    source: Source, label: Mapping[str, BySplit], known: Sequence[str], *, numbered: bool
-) -> tuple[Targets, tuple[str, ...], Task]:
-    """The targets of each split, the names of the classes, labels or numbers, and the task.
+class Targets(NamedTuple):
+    """What a model is trained to predict, by split."""
 
-    `known` are the names of the classes, if they are known. Whole numbers are indices into them if `numbered`, else
-    names.
-    """
-    for column, parts in label.items():
-        for part, rows in parts.items():
-            _check_rows(source, part, column, rows)
-    columns = list(label.values())
-    column, parts = ", ".join(label), columns[0]
-    if len(columns) > 1:
-        known, parts = tuple(label), {part: np.stack([column[part] for column in columns], 1) for part in parts}
-    task = _task(source, parts)
-    rows = next(iter(parts.values()))
+    values: Mapping[str, Value]  # -1 or NaN where an example has no label
+    names: Names  # of classes, labels or numbers
+    task: Task
+    absent: BySplit  # bool, whether an example has no label
+
+
+def targets_of(source: Source, tables: Tables, label: Names, known: Names, *, keeps: bool) -> Targets:
+    """The targets of columns. `known` are the names of the classes, if they are known; others raise an error, unless
+    the data set `keeps` only these."""
+    rows: BySplit = {}
+    absent: BySplit = {}
+    for part, table in tables.items():
+        read = [_labels(f"{source.name!r}: {part}", name, table.columns[name]) for name in label]
+        (rows[part], absent[part]) = read[0]
+        if len(read) > 1:
+            known = label
+            rows[part] = np.stack([values for values, _ in read], 1)
+            absent[part] = np.any([gaps for _, gaps in read], 0)
+    column, some = ", ".join(label), next(iter(rows.values()))
+    task = _task(source, rows)
     if task in (CLASSIFICATION, BINARY):
-        return *_classes(source, column, parts, tuple(known), numbered), task
+        return Targets(*_classes(source, column, rows, absent, known, keeps=keeps), task, absent)
     if task is SEGMENTATION:
-        return *_dense(source, parts, tuple(known)), task
-    if task is MULTILABEL and not all(np.isin(some, (0, 1)).all() for some in parts.values()):
-        raise DataError(f"{source.name!r}: {column!r} has values other than 0 and 1; expected them for several labels")
-    names = tuple(known) or ((column,) if rows.ndim == 1 else tuple(map(str, range(rows.shape[1]))))
-    return {part: torch.from_numpy(some.astype(np.float32)) for part, some in parts.items()}, names, task
+        return Targets(*_dense(source, rows, known), task, absent)
+    if some.dtype.kind in "OSU":
+        raise DataError(f"{source.name!r} has texts in {column!r}; expected numbers for {task.name}")
+    values = {part: np.array(each, np.float32) for part, each in rows.items()}
+    for part, gaps in absent.items():
+        values[part][gaps] = np.nan
+        if task is MULTILABEL and not np.isin(values[part][~gaps], (0, 1)).all():
+            raise DataError(
+                f"{source.name!r}: {column!r} has values other than 0 and 1; expected them for several labels"
+            )
+    names = known or ((column,) if some.ndim == 1 else tuple(map(str, range(some.shape[1]))))
+    return Targets({part: torch.from_numpy(each) for part, each in values.items()}, names, task, absent)
+
+
+def _labels(where: str, name: str, column: Column) -> tuple[np.ndarray, np.ndarray]:
+    """The labels of a column, and which are missing."""
+    rows = column.read()
+    if rows.ndim == 2 and rows.shape[1] == 1:
+        rows = rows[:, 0]
+    if not rows.size:
+        raise DataError(f"{where} has no labels in {name!r}; expected one for each example")
+    if rows.dtype.kind not in "OSUiufb" or (rows.dtype.kind in "OSU" and rows.ndim > 1):
+        raise DataError(
+            f"{where} has labels of type {rows.dtype} and shape {list(rows.shape)}; expected a number or a name for "
+            "each example, or masks [examples, height, width]"
+        )
+    return _whole(column, rows)
+
+
+def _whole(column: Column, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The values, and which are missing. Whole numbers of a column with gaps, which are floats, become whole again."""
+    absent = np.zeros(len(rows), bool)
+    if rows.dtype.kind == "f":
+        absent = np.isnan(rows).reshape(len(rows), -1).any(1)
+    elif rows.dtype.kind == "O":
+        absent = np.array([row is None or row != row for row in rows])
+    if rows.dtype.kind == "f" and column.kind.startswith(("int", "uint", "bool")):
+        rows = np.where(absent, 0, rows).astype(column.kind)
+    return rows, absent
 
 
 def _task(source: Source, parts: BySplit) -> Task:
@@ -257,70 +272,52 @@ def _task(source: Source, parts: BySplit) -> Task:
     rows = next(iter(parts.values()))
     if rows.dtype.kind == "f":
         return REGRESSION
-    if rows.ndim == 1 or rows.dtype.kind in "OSU":
+    if rows.ndim == 1:
         return CLASSIFICATION
     is_yes_no = rows.dtype.kind == "b" or all(np.isin(some, (0, 1)).all() for some in parts.values())
     return MULTILABEL if rows.ndim == 2 and is_yes_no else SEGMENTATION
 
 
-def _check_rows(source: Source, part: str, column: str, rows: np.ndarray) -> None:
-    if not rows.size:
-        raise DataError(f"{source.name!r}: {part} has no labels in {column!r}; expected one for each example")
-    absent = np.isnan(rows) if rows.dtype.kind == "f" else rows == np.array(None) if rows.dtype.kind == "O" else None
-    if absent is not None and absent.any():
-        first = int(np.argwhere(absent)[0][0])
-        raise DataError(
-            f"{source.name!r}: {int(absent.sum())} of {len(rows)} rows of {part} have no value in {column!r}, the "
-            f"first is row {first}; expected one in each row"
-        )
-    if rows.dtype.kind not in "OSUiufb" or (rows.dtype.kind in "OSU" and rows.ndim > 1):
-        raise DataError(
-            f"{source.name!r}: {part} has labels of type {rows.dtype} and shape {list(rows.shape)}; expected a number "
-            "or a name for each example, or masks [examples, height, width]"
-        )
-
-
 def _classes(
-    source: Source, column: str, parts: BySplit, known: tuple[str, ...], numbered: bool
-) -> tuple[Targets, tuple[str, ...]]:
-    """The class number of each example, and the names of the classes."""
-    name, rows = repr(source.name), np.concatenate([*parts.values()])
-    if rows.ndim > 1 or (rows.dtype.kind == "f" and (rows % 1).any()):
+    source: Source, column: str, parts: BySplit, absent: BySplit, known: Names, *, keeps: bool
+) -> tuple[dict[str, Value], Names]:
+    """The class number of each example, and the names of the classes.
+
+    Whole numbers are names too, unless the classes have other names: then they are numbers of classes, from 0.
+    """
+    name, there = repr(source.name), np.concatenate([rows[~absent[part]] for part, rows in parts.items()])
+    if there.ndim > 1 or (there.dtype.kind == "f" and (there % 1).any()):
         raise DataError(
-            f"{name} has labels of type {rows.dtype} and shape {list(rows.shape)} in {column!r}, which are not "
+            f"{name} has labels of type {there.dtype} and shape {list(there.shape)} in {column!r}, which are not "
             "classes; expected a whole number or a name for each example"
         )
-    if rows.dtype.kind == "f":
-        parts, rows = {part: some.astype(np.int64) for part, some in parts.items()}, rows.astype(np.int64)
-    if numbered and rows.dtype.kind in "iu":
-        if not known and source.classes is None and len(some := np.unique(rows)) <= rows.max():
-            raise DataError(
-                f"{name} has class numbers in {column!r} that leave out some from 0 to the largest; set data.classes, "
-                "the number of classes, if these data lack some, or give the labels as texts if these are all",
-                f": found {few(map(str, some), 12)}",
-            )
-        known = known or tuple(map(str, range(source.classes or int(rows.max()) + 1)))
-        if not 0 <= int(rows.min()) <= int(rows.max()) < len(known):
+    if there.dtype.kind == "f":
+        parts = {part: np.where(absent[part], 0, rows).astype(np.int64) for part, rows in parts.items()}
+        there = there.astype(np.int64)
+    is_number = there.dtype.kind in "iu" and there.size > 0
+    if is_number and not known and source.classes and 0 <= there.min() <= there.max() < source.classes:
+        known = tuple(map(str, range(source.classes)))
+    if is_number and known and not any(text.lstrip("-").isdecimal() for text in known):
+        if not 0 <= there.min() <= there.max() < len(known):
             raise DataError(
                 f"{name} has {len(known)} classes, so labels must be 0 to {len(known) - 1}",
-                f", but they are {int(rows.min())} to {int(rows.max())}",
+                f", but they are {there.min()} to {there.max()}",
             )
-        found: Targets = {part: torch.from_numpy(some.astype(np.int64)) for part, some in parts.items()}
-        return found, known
-    # Texts and whole numbers are compared as texts: the column of one split may be of another type.
-    ordered = sorted(set(rows.tolist()), key=str if rows.dtype.kind == "O" else None)
-    known = known or tuple(dict.fromkeys(map(str, ordered)))
-    texts = {part: list(map(str, some.tolist())) for part, some in parts.items()}
-    unknown = sorted({text for some in texts.values() for text in some}.difference(known))
-    if unknown and (source.class_names or numbered):
-        raise DataError(
-            f"data.class_names lacks {len(unknown)} of the classes in {column!r} of {name}",
-            f", such as {unknown[0]!r}; {did_you_mean(unknown[0], known)}",
-        )
-    return {part: numbers(some, known) for part, some in texts.items()}, known
+        found = {part: torch.from_numpy(rows.astype(np.int64)) for part, rows in parts.items()}
+    else:
+        # As texts: the column of one split may be of another type.
+        ordered = dict.fromkeys(map(str, sorted(set(there.tolist()), key=str if there.dtype.kind == "O" else None)))
+        known = known or tuple(ordered)
+        if (unknown := [text for text in ordered if text not in known]) and not keeps:
+            raise DataError(
+                f"data.class_names lacks {len(unknown)} of the classes in {column!r} of {name}",
+                f", such as {unknown[0]!r}; {did_you_mean(unknown[0], known)}",
+            )
+        found = {part: numbers(list(map(str, rows.tolist())), known) for part, rows in parts.items()}
+    return {part: rows.masked_fill(torch.from_numpy(absent[part]), -1) for part, rows in found.items()}, known
 
 
-def _dense(source: Source, parts: BySplit, known: tuple[str, ...]) -> tuple[Targets, tuple[str, ...]]:
+def _dense(source: Source, parts: BySplit, known: Names) -> tuple[dict[str, Value], Names]:
     counted = np.concatenate([rows[rows != IGNORED] for rows in parts.values()])
     known = known or tuple(map(str, range(source.classes or int(counted.max(initial=0)) + 1)))
     if counted.dtype.kind not in "iub" or not 0 <= counted.min(initial=0) <= counted.max(initial=0) < len(known):

@@ -104,7 +104,7 @@ class ClientParts(RunParts):
         changes: dict[str, object] = {}
         if "data-path" in node:
             changes = {
-                "name": str(node["data-path"]),
+                "name": named.as_path(str(node["data-path"])),
                 "random": False,
                 "domains": (),
                 **dict.fromkeys(("revision", "root", "examples", "test_examples")),

@@ -60,6 +60,7 @@ class Parts(RunParts):
     name: str
     rule: Rule
     agreed: Moments | None = None  # of all sites' inputs and targets, once the sites have agreed on them
+    schema: Tree = field(default_factory=dict)  # of the sites' columns, if the server has no data
     _model: nn.Module | None = field(default=None, init=False, repr=False)
 
     @cached_property
@@ -147,6 +148,7 @@ class Parts(RunParts):
             "normalise": dict(zip(("mean", "std"), self.normalise, strict=True)),
             "targets": self.units and dict(zip(("mean", "std"), self.units, strict=True)),
             "classes": self.run.data.class_names or None if self.dataset is None else self.dataset.class_names,
+            **(self.schema if self.dataset is None else self.dataset.schema),
             "global": traits.has_global_model,
             **({"own_models": True} if traits.own_models else {}),
             **(

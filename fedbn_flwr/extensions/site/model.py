@@ -55,8 +55,9 @@ def add_predict(commands: Commands) -> None:
         type=Path,
         metavar="PATH",
         required=True,
-        help="a table with or without labels, a folder of images, or a site's folder (its test examples)",
+        help="a table or a folder of images, with or without labels, or a site's folder (its test examples)",
     )
+    parser.add_argument("--id", metavar="COLUMN", help="a column of the table to copy, such as the patient's number")
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the predictions, a CSV file")
 
 
@@ -110,7 +111,7 @@ def predict(arguments: argparse.Namespace) -> None:
 
     with named.only(arguments.allow):  # someone else may have written the run's folder
         folder, model = _model(arguments)
-        found = predictions(folder, model, arguments.data)
+        found = predictions(folder, model, arguments.data, arguments.id)
     with replacing(arguments.out, mode=0o600) as file, file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([found.columns, *found.rows])
     print("\n".join([*found.said, f"predictions: {arguments.out}"]))

@@ -204,7 +204,7 @@ def test_other_names_are_found_under_the_root_too(root: Path) -> None:
         ("{name: mnist, root: ROOT, partition: {kind: domain}}", r"the data has no domains"),
         ("{name: mnist_, root: ROOT}", r"'mnist_': there is no such data set; .*did you mean 'mnist'"),
         ("{name: digits, normalise: official}", r"'official', but 'digits' has no official mean.*known for cifar10"),
-        ("{name: digits, domains: [a]}", r"data\.domain='domains' is not a column of 'digits'"),
+        ("{name: digits, domains: [a]}", r"data\.domain='domain' is not a column of 'digits'"),
     ],
 )
 def test_bad_input_is_one_message_before_training(text: str, message: str, root: Path) -> None:

@@ -593,7 +593,12 @@ TEXT, NUMBER = datasets.Value("string"), datasets.Value("int64")
         ),
         ("label", TEXT, ["a", None, "b"], "no value in 'label', the first is row 1"),
         ("label", NUMBER, [1, None, 2], "no value in 'label', the first is row 1"),
-        ("label", datasets.Sequence(NUMBER), [[1], [2], [3]], r"data\.label='label' of .* expected a number or a text"),
+        (
+            "label",
+            datasets.Sequence(NUMBER),
+            [[1, 2]] * 3,
+            r"data\.label='label' of .* expected a number or a text",
+        ),
         ("domain", NAMED, [0, None, 1], "1 of 3 rows of train have no value in 'domain'"),
         (
             "domain",

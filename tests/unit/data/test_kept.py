@@ -87,8 +87,8 @@ def test_each_site_s_data_are_loaded_once_if_all_fit_into_memory(
     run = Settings(clients=4, data=Data(name="a", memory=memory))
     for _ in range(3):
         for site in "abcd":
-            assert ClientParts.of(run, Context(1, 1, {"data-path": site}, RecordDict(), {})).dataset.name == site
-    assert loads == dict.fromkeys("abcd", times)
+            assert ClientParts.of(run, Context(1, 1, {"data-path": site}, RecordDict(), {})).dataset.name == f"./{site}"
+    assert loads == {f"./{site}": times for site in "abcd"}
 
 
 def test_two_data_sets_are_kept_however_large_they_are(loads: Counter[str]) -> None:

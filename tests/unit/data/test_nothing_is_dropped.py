@@ -153,16 +153,3 @@ def test_a_stray_text_in_a_column_of_numbers_is_refused(tmp_path: Path) -> None:
     assert opened(tmp_path / "a.csv", label="ill", inputs="age").input_names == ("age",)
     frame.assign(pulse=[f"{row}" if row % 2 else f"A{row}" for row in range(40)]).to_csv(tmp_path / "b.csv")
     assert opened(tmp_path / "b.csv", label="ill").columns["pulse"] == "string", "half are numbers: a code"
-
-
-# --- labels ------------------------------------------------------------------
-
-
-def test_numbers_of_classes_must_not_leave_any_out(tmp_path: Path) -> None:
-    file, labels = tmp_path / "a.npz", np.array([1, 5, 9] * 10)
-    np.savez(file, inputs=RNG.normal(size=(30, 4)), labels=labels, texts=labels.astype(str))
-    with pytest.raises(DataError, match=r"data\.classes.*the labels as texts.*: found 1, 5, 9") as raised:
-        opened(file)
-    assert "5" not in raised.value.public.replace(str(file), "")
-    assert opened(file, classes=10).classes == 10
-    assert opened(file, label="texts").class_names == ("1", "5", "9")

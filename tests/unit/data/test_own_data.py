@@ -177,12 +177,12 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no labels": (
         {"train": {"inputs": PIXELS}, "test": (PIXELS, LABELS)},
         {},
-        "has no arrays 'labels'; name one with data.label",
+        "name the column with data.label; its columns: inputs",
     ),
     "a wrong key": (
         {"train": {"image": PIXELS, "labels": LABELS}, "test": (PIXELS, LABELS)},
         {},
-        "no arrays 'inputs'; name one with data.inputs",
+        "name the column with data.inputs; its columns: image",
     ),
     "lengths": ({"train": (PIXELS, LABELS[:5]), "test": (PIXELS, LABELS)}, {}, "train has 5 labels and 12 inputs"),
     "shapes": (
@@ -225,7 +225,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "texts": (
         {"train": (LABELS.astype(str), LABELS), "test": (PIXELS, LABELS)},
         {},
-        "inputs of type <U21; expected numbers",
+        "column 'inputs' has texts, which cannot be inputs",
     ),
     "column": (
         {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)},
@@ -241,7 +241,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "domain": (
         {"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)},
         {"domains": ["a"]},
-        "data.domain='domains' is not a column",
+        "data.domain='domain' is not a column",
     ),
     "items": ({"train": Pairs([1, 2]), "test": (PIXELS, LABELS)}, {}, "Pairs with items of type tuple"),
 }

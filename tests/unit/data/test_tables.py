@@ -73,9 +73,7 @@ def test_without_names_the_inputs_are_all_numbers_that_have_no_other_use(tables:
     data = opened(tables / "all.csv", label="diagnosis", domain="site", test=0.2)
     assert "site" not in data.input_names
     assert len(data.input_names) == 30
-    with pytest.raises(
-        DataError, match=r"no columns of type ClassLabel; name one with data\.label.*mean area \(float64"
-    ):
+    with pytest.raises(DataError, match=r"name the column with data\.label; its columns: .*mean area \(float64"):
         opened(tables / "all.csv", test=0.2)
 
 
@@ -185,7 +183,7 @@ def test_rows_with_missing_inputs_are_left_out_with_their_labels_and_groups(
     assert "data.missing: drop leaves out 3 of 20 training examples" in flower_log.text
     assert "drop leaves out 2 of 9 test examples" in flower_log.text
     frame[:1].to_csv(tmp_path / "test.csv", index=False)
-    with pytest.raises(DataError, match=r"every test example of '.*' \(1\) lacks an input, so none is left"):
+    with pytest.raises(DataError, match=r"every test example of '.*' \(1\) lacks an input or a label, so none is left"):
         opened(tmp_path, **chosen, missing="drop")
 
 

@@ -15,7 +15,8 @@ from torch import nn
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.node import checked_client_number, make_client
+from fedbn_flwr.experiment.node import ClientParts, checked_client_number, make_client
+from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.norms.roles import Role
 
@@ -105,6 +106,22 @@ def test_a_partition_id_counts_from_0() -> None:
 
 def test_a_node_config_may_have_keys_of_other_apps() -> None:
     assert client_of(0, SETTINGS.format(norm="bn"), rack="b7").identity == {"partition-id": 0}
+
+
+@pytest.mark.parametrize("name", ["heart", "digits", "cifar10", "heart/train.csv"])
+def test_a_data_path_is_a_path_even_if_a_data_set_has_its_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDBN_DATA", str(tmp_path / "elsewhere"))
+    folder = tmp_path / name.split("/")[0]
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.csv").write_text("age,ill\n61,0\n62,1\n63,0\n64,1\n")
+    run = Settings(data={"label": "ill", **({"test": 0.5} if "." in name else {})})
+    node = {"data-path": name, "partition-id": 0, "num-partitions": run.clients}
+    context = Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={})
+    assert ClientParts.of(run, context).dataset.input_names == ("age",)
 
 
 # --- what the server sees of an error -----------------------------------------

@@ -1,12 +1,14 @@
-"""Predictions of a run's model on images: a folder, the test examples of a site's folder, and an .npz file."""
+"""Predictions of a run's model: columns by their names, rows with gaps, images and their labels."""
 
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 
@@ -84,20 +86,165 @@ def test_images_of_an_npz_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"{right} of 12 labels" in printed
 
 
-def test_every_row_of_a_table_gets_a_prediction_or_the_table_an_error(
+def test_a_row_that_training_would_leave_out_has_no_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training left out rows with gaps; predictions have the numbers of the rows, so none may be left out there."""
     lines = [f"{value},{'high' if value > 20 else 'low'}" for value in range(40)]
-    for name, first in (("train", ",low"), ("whole", "3,low"), ("gap", ",low")):
+    for name, first in (("train", ",low"), ("new", ",low")):
         (tmp_path / f"{name}.csv").write_text("\n".join(["x,y", first, *lines, ""]))
-    data = {"name": str(tmp_path / "train.csv"), "label": "y", "test": 0.25, "missing": "drop"}
-    result = run({**SETTINGS, "data": data, "model": {"name": "mlp"}}, out=tmp_path / "out", progress=False)
-    for name in ("whole", "gap"):
-        (tmp_path / name).mkdir()
-        (tmp_path / f"{name}.csv").rename(tmp_path / name / "new.csv")
-    rows, _ = predicted(capsys, result.folder, "--data", tmp_path / "whole" / "new.csv")
-    assert [row["label"] for row in rows].count("low") == 22
-    words = [str(result.folder), "--data", str(tmp_path / "gap" / "new.csv"), "--out", str(tmp_path / "none.csv")]
+    for missing in ("drop", None):
+        data = {"name": str(tmp_path / "train.csv"), "label": "y", "test": 0.25, "missing": missing}
+        result = run(
+            {**SETTINGS, "data": data, "model": {"name": "mlp"}}, out=tmp_path / f"out-{missing}", progress=False
+        )
+        if missing:
+            rows, printed = predicted(capsys, result.folder, "--data", tmp_path / "new.csv")
+            assert [row["row"] for row in rows] == [str(row) for row in range(41)]
+            assert (rows[0]["label"], rows[0]["prediction"], rows[0]["probability low"]) == ("low", "", "")
+            assert all(row["prediction"] for row in rows[1:])
+            assert "of 40 labels" in printed
+            assert "without a prediction: 1 examples, which lack an input (data.missing is drop)" in printed
+        (tmp_path / "train.csv").write_text("\n".join(["x,y", *lines, ""]))
+    words = [str(result.folder), "--data", str(tmp_path / "new.csv"), "--out", str(tmp_path / "none.csv")]
     assert cli.main(["predict", *words]) == 2
-    assert "of the 41 rows of train some have no value (NaN or null) in x (1)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "of the 41 rows of the file some have no value (NaN or null) in x (1); fill them in" in error
+    assert "set data.missing" not in error
+
+
+# --- columns by name ---------------------------------------------------------
+
+
+def patients(count: int = 60, seed: int = 0) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    frame = pd.DataFrame(
+        {
+            "patient": [f"p{row}" for row in range(count)],
+            "age": rng.integers(20, 90, count),
+            "bp": rng.normal(120, 9, count),
+            "sex": rng.choice(["f", "m"], count),
+        }
+    )
+    return frame.assign(ill=np.where(frame["age"] + (frame["sex"] == "m") * 30 > 65, "yes", "no"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose data.missing is `mean`; model.json has the names of the columns, not the settings."""
+    folder = tmp_path_factory.mktemp("patients")
+    patients().to_csv(folder / "all.csv", index=False)
+    data = {
+        "name": str(folder / "all.csv"), "label": "ill", "test": 0.25, "missing": "mean",
+        "categories": {"sex": ["f", "m"]},
+    }  # fmt: skip
+    result = run({**SETTINGS, "data": data, "model": {"name": "mlp"}}, out=folder / "out", progress=False)
+    return Path(result.folder)
+
+
+def test_model_json_has_the_columns(trained: Path) -> None:
+    described = json.loads((trained / "model.json").read_text())
+    assert described["inputs"] == [
+        {"name": "age", "type": "int64"},
+        {"name": "bp", "type": "float64"},
+        {"name": "sex", "type": "category", "categories": ["f", "m"]},
+    ]
+    assert described["label"] == ["ill"]
+
+
+def test_columns_are_found_by_name(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In any order and of another type; others are ignored, and said to be."""
+    frame, file = patients(20, seed=1), tmp_path / "new.csv"
+    frame.to_csv(file, index=False)
+    expected, printed = predicted(capsys, trained, "--data", file, "--id", "patient")
+    assert [row["patient"] for row in expected] == frame["patient"].tolist()
+    assert "ignored" not in printed
+    frame[["ill", "sex", "bp", "age"]].assign(weight=0.0, age=frame["age"] * 1.0).to_csv(file, index=False)
+    rows, printed = predicted(capsys, trained, "--data", file)
+    assert "ignored, since the model has no such inputs: weight" in printed
+    assert [row["probability yes"] for row in rows] == [row["probability yes"] for row in expected]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda frame: frame.drop(columns="age"),
+            "has no column 'age'; the model needs age, bp, sex; its co",
+        ),
+        (lambda frame: frame.rename(columns={"bp": "pressure"}), "has no column 'bp'; the model needs age, bp, sex"),
+        (lambda frame: frame.assign(sex="x"), "lacks 1 of the values of the column 'sex' of"),
+        (lambda frame: frame.assign(age="old"), "the column 'age' has texts; the model was trained on numbers in it"),
+        (lambda frame: frame.assign(ill="perhaps"), "lacks 1 of the classes in 'ill'"),
+    ],
+)
+def test_other_columns_are_an_error_that_names_them(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
+) -> None:
+    change(patients(20)).to_csv(tmp_path / "new.csv", index=False)
+    words = ["predict", str(trained), "--data", str(tmp_path / "new.csv"), "--out", str(tmp_path / "none.csv")]
+    assert cli.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_without_a_label_or_an_input_get_predictions(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frame = patients(20, seed=1)
+    frame.to_csv(tmp_path / "whole.csv", index=False)
+    frame.loc[3, "ill"], frame.loc[5, "bp"] = None, np.nan
+    frame.to_csv(tmp_path / "gaps.csv", index=False)
+    frame.drop(columns="ill").to_csv(tmp_path / "bare.csv", index=False)
+    whole, gaps, bare = (
+        predicted(capsys, trained, "--data", tmp_path / f"{name}.csv") for name in ("whole", "gaps", "bare")
+    )
+    assert gaps[0][3]["label"] == ""
+    assert gaps[0][3]["prediction"] == whole[0][3]["prediction"]
+    assert "of 19 labels" in gaps[1]
+    assert "without a label: 1 examples" in gaps[1]
+    assert "label" not in bare[0][0]
+    assert [row["prediction"] for row in bare[0]] == [row["prediction"] for row in gaps[0]]
+    assert len(bare[0]) == 20
+
+
+# --- image files -------------------------------------------------------------
+
+
+def test_images_have_their_file_names_and_the_labels_of_their_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CLASS/*.png and DOMAIN/CLASS/*.png are read as in training."""
+    for domain in ("north", "south"):
+        for label, name in enumerate(("benign", "malign")):
+            (tmp_path / "all" / domain / name).mkdir(parents=True)
+            for i, image in enumerate(images(len(domain) + label, label, 12)):
+                Image.fromarray(image).save(tmp_path / "all" / domain / name / f"{i}.png")
+    data = {**SETTINGS["data"], "name": str(tmp_path / "all"), "test": 0.25}
+    result = run({**SETTINGS, "data": data}, out=tmp_path / "out", progress=False)
+    rows, printed = predicted(capsys, result.folder, "--data", tmp_path / "all")
+    assert (len(rows), "of 48 labels" in printed) == (48, True)
+    assert rows[0]["file"] == "north/benign/0.png"
+    assert all(row["label"] == Path(row["file"]).parent.name for row in rows)
+    some, printed = predicted(capsys, result.folder, "--data", tmp_path / "all" / "north")
+    assert some[0]["file"] == "benign/0.png"
+    assert [row["prediction"] for row in some] == [row["prediction"] for row in rows[:24]]
+    bare, printed = predicted(capsys, result.folder, "--data", tmp_path / "all" / "north" / "malign")
+    assert ("labels" in printed, "label" in bare[0], bare[0]["file"]) == (False, False, "0.png")
+    Image.new("RGB", (8, 8), (200, 10, 10)).save(tmp_path / "all" / "north" / "malign" / "0.png")
+    words = ["predict", str(result.folder), "--data", str(tmp_path / "all"), "--out", str(tmp_path / "none.csv")]
+    assert cli.main(words) == 2
+    assert "has inputs of shape [3, 8, 8], but the model takes [1, 8, 8]; convert the images" in capsys.readouterr().err
+
+
+def test_greyscale_images_are_repeated_for_a_model_of_colours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(tmp_path / "site")
+    for file in (tmp_path / "site").rglob("*.png"):
+        Image.open(file).convert("RGB").save(file)
+    data = {**SETTINGS["data"], "channels": 3, "name": str(tmp_path / "site")}
+    result = run({**SETTINGS, "data": data}, out=tmp_path / "out", progress=False)
+    expected, _ = predicted(capsys, result.folder, "--data", tmp_path / "site" / "test")
+    for file in (tmp_path / "site").rglob("*.png"):
+        Image.open(file).convert("L").save(file)
+    rows, _ = predicted(capsys, result.folder, "--data", tmp_path / "site" / "test")
+    assert rows == expected
