@@ -150,7 +150,7 @@ class Source(Section):
     missing: Literal["mean", "drop"] | None = setting(
         None,
         "`mean` replaces missing inputs with the mean of their column, `drop` leaves out examples with missing "
-        "inputs; without it they raise an error",
+        "inputs or labels; without it they raise an error",
     )
     shape: Several[Positive | None] = setting(
         (),
@@ -170,7 +170,9 @@ class Source(Section):
         "the classes in the order of the model's outputs; the data, for instance at one site, may then lack "
         "some of them",
     )
-    channels: Positive | None = setting(None, "number of channels, checked against the data")
+    channels: Positive | None = setting(
+        None, "number of channels, checked against the data; with 3, greyscale images are repeated in all of them"
+    )
     size: Pixels | None = setting(
         None, "resize images to this many pixels per side, or to `[height, width]`; required if images differ in size"
     )

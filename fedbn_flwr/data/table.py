@@ -44,8 +44,8 @@ class Column:
 
     @property
     def is_single(self) -> bool:
-        """Whether each example has one number or text."""
-        return self.is_number or self.is_text or bool(self.names)
+        """Whether each example has one number, text or date."""
+        return bool(self.names) or not (self.kind == "array" or self.kind[0].isupper())
 
 
 @dataclass(frozen=True)

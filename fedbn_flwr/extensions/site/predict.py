@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -135,9 +136,8 @@ def _opened(
         found = read(source, tables)
         found = found.standardised() if data.normalise == "own" else found
         return table, replace(found, train=found.test), said
-    absent = Column("string" if source.class_names else "float64", lambda: np.full(len(table), None))
-    if not source.class_names:
-        absent = replace(absent, read=lambda: np.full(len(table), np.nan))
+    kind, nothing = ("string", None) if source.class_names else ("float64", np.nan)
+    absent = Column(kind, functools.partial(np.full, len(table), nothing))
     table = replace(table, columns=dict.fromkeys(source.label, absent) | dict(table.columns))
     opened = open_examples(source.model_copy(update={"test": None}), {_PART: table})
     gaps = counts(opened.data.train.inputs, torch.isnan, opened.data.input_names)
