@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import datasets
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,12 @@ from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.columns import open_examples, read
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.folders import open_new, open_splits
 from fedbn_flwr.data.paths import check_rights
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.data.table import Column, Table
 from fedbn_flwr.data.values import counts
-from fedbn_flwr.errors import UserError, few, needs
+from fedbn_flwr.errors import UserError, few
 from fedbn_flwr.experiment.file.layers import read_experiment
 from fedbn_flwr.experiment.settings import Data
 from fedbn_flwr.results.folder import RunFolder
@@ -58,8 +60,7 @@ def predictions(folder: RunFolder, model: nn.Module, path: Path, ident: str | No
         )
     described = folder.model_description()
     source = _source(run.source, described, task, path)
-    with needs("data", f"--data {str(path)!r}"):
-        table, data, said = _opened(run.source, source, described, path, ident)
+    table, data, said = _opened(run.source, source, described, path, ident)
     examples, missing = data.train, torch.zeros(len(data.train), dtype=torch.bool)
     if source.missing == "drop":
         absent = [some.isnan().reshape(len(some), -1).any(1) for some in tensors(examples.inputs)]
@@ -118,8 +119,6 @@ def _opened(
     data: Data, source: Source, described: Json, path: Path, ident: str | None
 ) -> tuple[Table, DataSet, list[str]]:
     """The table, its examples, and what is ignored."""
-    from fedbn_flwr.data.folders import open_new, open_splits
-
     is_site = path.is_dir() and any(path.glob(f"{source.train or 'train'}*"))
     if is_site:
         tables, _ = open_splits(source, path, None)
@@ -178,8 +177,6 @@ def _checked(table: Table, source: Source, described: Json, path: Path, ident: s
 
 def _file_names(table: Table, column: str, path: Path) -> list[str]:
     """The names of image files, in the folder where they are below it; empty for images in a table."""
-    import datasets
-
     kept = table.files.select_columns([column]).cast_column(column, datasets.Image(decode=False))
     found = [each["path"] or "" for each in kept[column]]
     return [os.path.relpath(name, path) if Path(name).is_relative_to(path) else name for name in found]
