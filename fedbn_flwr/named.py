@@ -8,21 +8,19 @@ process and its forked workers.
 from __future__ import annotations
 
 import ast
-import dis
 import functools
 import hashlib
 import importlib
 import inspect
-import itertools
 import operator
 import os
-import pickle
+import secrets
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from fedbn_flwr.trees import Draft, Tree
@@ -55,10 +53,10 @@ def load(key: str, name: str) -> Make:
     plain, bracket, text = name.partition("(")
     module, _, path = plain.partition(":")
     arguments = _arguments(text) if bracket else {}
-    if plain not in _given and (_MARK in path or "<" in path):
+    if plain not in _given and ("@" in path or "<" in path):
         raise SettingsError(
             f"{key}={name!r} was defined inside a function and given to run(), and this process does not have it; give "
-            "it to run() again, or define it at the top of a module"
+            "it to run() again, or define it at the top of a module or of a notebook cell"
         )
     is_wrong = not module or not all(map(str.isidentifier, path.split(".")))
     if arguments is None or (is_wrong and plain not in _given):
@@ -131,15 +129,14 @@ def _check_folder(what: str, loaded: ModuleType, here: Path) -> None:
 # --- parts that a caller gives as objects ---
 
 _given: dict[str, Make] = {}  # by name, the parts that this process cannot import
-_MARK = "@"  # before the digest in the name of such a part
+_MARK = f"@{secrets.token_hex(4)}"  # of this process, in the name of such a part
 
 
 def name_for(part: Make) -> str:
     """The name of a function, class or `functools.partial`, with which `load` returns it.
 
-    One that is defined inside a function is kept, and its name ends with a digest of its code and of the values that it
-    refers to: those of the function around it, and constants of its module. So the same definition has the same name in
-    another process.
+    What no module has, such as a function inside another one, is kept: its name holds in this process and its forked
+    workers, and in no other, since nothing tells whether a definition there is the same.
     """
     if isinstance(part, functools.partial):
         text = ", ".join(f"{key}={value!r}" for key, value in part.keywords.items())
@@ -148,9 +145,14 @@ def name_for(part: Make) -> str:
     core = part.func if isinstance(part, functools.partial) else part
     name = f"{core.__module__}:{core.__qualname__}"
     if core is not part or "<" in name:
-        name += _MARK + hashlib.sha256(repr(_content(part, ())).encode()).hexdigest()[:8]
+        name = next((known for known, other in _given.items() if other is part), f"{name}{_MARK}-{len(_given)}")
         _given[name] = part
     return name
+
+
+def only_here(settings: object) -> set[str]:
+    """The names in settings that no other process knows."""
+    return {name for name in names_in(settings) if "@" in name}
 
 
 def _arguments(text: str) -> Draft | None:
@@ -161,60 +163,6 @@ def _arguments(text: str) -> Draft | None:
             found = {argument.arg: ast.literal_eval(argument.value) for argument in call.keywords}
             return None if None in found else found  # type: ignore[return-value]
     return None
-
-
-# The attributes by which two things of one type differ.
-_CONTENT: dict[type, tuple[str, ...]] = {
-    FunctionType: ("__code__", "__defaults__", "__kwdefaults__", "__closure__"),
-    CodeType: ("co_code", "co_names", "co_freevars", "co_consts"),
-    CellType: ("cell_contents",),
-    functools.partial: ("func", "args", "keywords"),
-    property: ("fget", "fset", "fdel"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-}
-
-
-def _content(part: object, inside: Collection[int]) -> object:
-    """What distinguishes a function or class from others of its name, as nested lists; `inside` ends a circle."""
-    if id(part) in inside or part is None or isinstance(part, str | bytes | int | float):
-        return None if id(part) in inside else part
-
-    def of(values: Iterable[object]) -> list[object]:
-        return [_content(value, (*inside, id(part))) for value in values]
-
-    if isinstance(part, type | FunctionType | ModuleType) and "<" not in getattr(part, "__qualname__", ""):
-        return f"{getattr(part, '__module__', '')}:{getattr(part, '__qualname__', part.__name__)}"
-    if (attributes := _CONTENT.get(type(part))) is not None:
-        constants = _constants(part) if isinstance(part, FunctionType) else ()
-        return of([*(getattr(part, name) for name in attributes), *constants])
-    if isinstance(part, type):
-        own = {key: value for key, value in vars(part).items() if callable(value) or not key.startswith("__")}
-        return of([part.__bases__, own])
-    if isinstance(part, list | tuple | Mapping):
-        return of(part.items() if isinstance(part, Mapping) else part)
-    if isinstance(part, set | frozenset):
-        return sorted(map(repr, of(part)))
-    if hasattr(part, "state_dict"):
-        return of([type(part), part.state_dict()])
-    try:
-        value = part.detach().cpu().numpy() if hasattr(part, "detach") else part
-        return hashlib.sha256(pickle.dumps(value)).hexdigest()
-    except Exception as error:
-        raise SettingsError(
-            f"a function refers to a {type(part).__name__} that cannot be compared with others ({in_a_line(error)}); "
-            "define the function at the top of a module or a notebook cell"
-        ) from None
-
-
-def _constants(function: FunctionType) -> list[object]:
-    """The numbers, texts and tuples of its module that a function refers to; other values may change during a run."""
-    codes, known = [function.__code__], function.__globals__
-    for code in codes:
-        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    steps = itertools.chain.from_iterable(map(dis.get_instructions, codes))
-    names = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return [known[name] for name in sorted(names) if isinstance(known.get(name), str | int | float | tuple)]
 
 
 def not_importable(names: Iterable[str]) -> dict[str, Make]:

@@ -12,6 +12,7 @@ import pytest
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import SettingsError
+from tests.support.command import ROOT
 
 Write = Callable[[str, str], str]
 
@@ -115,42 +116,24 @@ def test_a_partial_has_a_name_that_others_can_load(part: functools.partial[objec
     assert (loaded.func, loaded.args, loaded.keywords) == (part.func, (), part.keywords)
 
 
-def power(exponent: int, bases: frozenset[str] = frozenset("abc")) -> Callable[[int], int]:
-    class Shift:
-        by = len(bases)
-
-        def __init__(self) -> None:
-            super().__init__()
-
-    def result(number: int) -> int:
-        return number**exponent + Shift.by
-
-    return result
+def power(exponent: int) -> Callable[[int], int]:
+    return lambda number: number**exponent
 
 
-def test_a_closure_has_one_name_for_the_same_code_and_values() -> None:
-    square, again, cube = power(2), power(2), power(3)
-    assert named.name_for(square) == named.name_for(again) != named.name_for(cube)
-    assert named.name_for(power(2, frozenset("ab"))) not in {named.name_for(square), named.name_for(cube)}
-    assert named.load("train.loss", named.name_for(cube))(2) == 11
+def test_a_closure_has_a_name_in_this_process_alone() -> None:
+    square, cube = power(2), power(3)
+    assert named.name_for(square) == named.name_for(square) != named.name_for(cube)
+    assert named.load("train.loss", named.name_for(cube))(2) == 8
     first, other = (functools.partial(sorted, key=key) for key in (len, str))  # no literal
     assert named.name_for(first).startswith("builtins:sorted@")
     assert named.load("train.loss", named.name_for(other))(["10", "9"]) == ["10", "9"]
     assert named.load("train.loss", named.name_for(first))(["10", "9"]) == ["9", "10"]
-
-
-WIDTH = 3
-
-
-def network() -> Callable[[], int]:
-    return lambda: sum(number + WIDTH for number in (1, 2))
-
-
-def test_a_closure_has_another_name_when_a_constant_of_its_module_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = named.name_for(network())
-    assert named.name_for(network()) == name
-    monkeypatch.setattr(f"{__name__}.WIDTH", 4)
-    assert named.name_for(network()) != name
+    code = "from tests.unit.test_named import named, power; print(named.name_for(power(2)))"
+    other_name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    assert other_name.partition("@")[0] == named.name_for(power(2)).partition("@")[0]
+    assert other_name.partition("-")[0] != named.name_for(power(2)).partition("-")[0]
+    with pytest.raises(SettingsError, match="was defined inside a function and given to"):
+        named.load("train.loss", other_name)
 
 
 def test_a_file_whose_name_is_no_identifier_is_a_module(write: Write) -> None:

@@ -30,6 +30,7 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
+from fedbn_flwr.named import names_in, only_here
 from fedbn_flwr.results.folder import RunFolder, from_here, out_folder
 from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.trees import Tree
@@ -80,7 +81,13 @@ def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[Run
             "runs, or start them without resuming"
         )
     for run, folder in zip(experiment.runs, folders, strict=True):
-        folder.check(run.model_dump(mode="json"), resume=resume, complete=completed)
+        given, begun = run.model_dump(mode="json"), folder.config()
+        if resume and begun and (lost := only_here(given) - names_in(begun)):
+            raise SettingsError(
+                f"{str(folder.path)!r} cannot be resumed: {min(lost).partition('@')[0]!r} was defined inside a "
+                "function, and nothing tells whether it is still the same; define it at the top of a module or cell"
+            )
+        folder.check(given, resume=resume, complete=completed)
     return folders
 
 
