@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.dynamics import Dynamics
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
@@ -24,7 +25,6 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 
 CASES = {
     "cnn, 5 clients, 1 step": "{clients: 5, model: {name: cnn}, train: {steps: 1}}",

@@ -15,10 +15,10 @@ from flwr.app import ArrayRecord, Message
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from tests.support.federations import same
 from tests.support.fixtures import Batches
 from tests.support.marks import slow_except

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN, Standalone, Traits
 from tests.support.federations import replaced
 from tests.support.foreign import Foreign

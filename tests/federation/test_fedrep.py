@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import run
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedRep, FixBN, GlobalMomentum, Secure
 from tests.support.federations import replaced
 from tests.support.localnorm import share

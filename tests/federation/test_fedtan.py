@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, LocalGrid, build_model, client_app
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.exchange.carriers import Answers, ByMessages
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, Round, Wrapper
 from tests.support.cohort import run_cohort
 from tests.support.federations import Forgetful, last_model, nodes_in_means, same

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, build_model, client_app
 from fedbn_flwr.client.layerwise import parked_rounds
 from fedbn_flwr.client.node_state import NodeState
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FixBN, GlobalMomentum
 from tests.support.federations import Arrays, models_of, same
 from tests.support.records import BAD_RECORDS, between

@@ -15,11 +15,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, convert_norm
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.variants import StaticBatchNorm
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import FedAvg, FedRDN, FixBN, HeteroBN, MeanStatistics, Round, evaluation_round
 from tests.support.fixtures import small_net
 

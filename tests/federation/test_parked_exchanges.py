@@ -16,9 +16,9 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr import client_app, strategies
 from fedbn_flwr.client import layerwise
 from fedbn_flwr.engines.capabilities import GridAround
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, RUN
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from tests.support.addressed import Addressed, OwnModel
 from tests.support.federations import Forgetful, last_model, nodes_in_means, same
 from tests.support.models import two_norms, two_norms_with_dropout

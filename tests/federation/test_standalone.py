@@ -11,8 +11,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch.nn import functional as F
 
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.strategies import Standalone
 from tests.support.federations import replaced
 

@@ -26,6 +26,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.engines.metered import Traffic
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
@@ -38,7 +39,6 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.folder.ledger import Traffic
 
 from .attacks import BAD, EITHER, HARMLESS, LIE, REFUSED, Attack, Hostile, Spoil, Unfit, all_attacks
 

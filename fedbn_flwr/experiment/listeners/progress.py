@@ -10,7 +10,6 @@ second one stops them immediately; a resumed run then repeats the rounds after t
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import math
 import os
@@ -18,19 +17,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
-from flwr.app import Message, MessageType
-from flwr.serverapp import Grid
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
 
-from fedbn_flwr.engines.capabilities import GridAround
-from fedbn_flwr.messages import protocol
 from fedbn_flwr.tasks import title_of
 from fedbn_flwr.text import duration
 from fedbn_flwr.trees import Tree
@@ -84,34 +79,6 @@ class Reporter(Listener):
 
     def message(self, text: str) -> None:
         self.send(replace(self._latest, event=text))
-
-
-_COUNTED = {
-    MessageType.TRAIN: "clients trained",
-    MessageType.EVALUATE: "clients evaluated",
-    protocol.PARTITION_QUERY: "clients ready",
-    protocol.STATISTICS_QUERY: "clients' statistics",
-    protocol.MEASURE_QUERY: "clients' statistics",
-}
-
-
-class WatchedGrid(GridAround):
-    """A grid that reports each reply when it arrives, and what strategies report."""
-
-    def __init__(self, inner: Grid, watcher: Callable[[str, int, int], None]) -> None:
-        super().__init__(inner)
-        self._watcher = watcher  # called with what is counted, how many are done, and how many there are
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        messages = list(messages)
-        if messages and (what := _COUNTED.get(messages[0].metadata.message_type)):
-            done = itertools.count(1)
-            self.report(what, 0, len(messages))
-            self.observe(lambda _: self.report(what, next(done), len(messages)))
-        return self.inner.send_and_receive(messages, timeout=timeout)
-
-    def report(self, what: str, done: int, total: int) -> None:
-        self._watcher(what, done, total)
 
 
 class Progress:

@@ -18,14 +18,15 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client import evaluation
 from fedbn_flwr.engines.capabilities import GridWithout, capabilities
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.engines.network import PollingGrid
+from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import LOG, Diverged, RunFailed, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.server.questions import connected
 from fedbn_flwr.strategies import broken, restore
@@ -33,7 +34,7 @@ from fedbn_flwr.strategies import broken, restore
 from ..listeners.dynamics import Dynamics
 from ..listeners.evaluate import Best, Evaluate, renamed, values_of
 from ..listeners.listener import FinishedRound, Listener, Running
-from ..listeners.progress import Reporter, WatchedGrid
+from ..listeners.progress import Reporter
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.track import Track
 from ..listeners.unseen import Unseen

@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
+from fedbn_flwr.engines.metered import Traffic
 from fedbn_flwr.errors import did_you_mean
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, TASKS, Task, goodness
 from fedbn_flwr.trees import Draft, Json
 
 from .files import check
-from .ledger import Traffic
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 

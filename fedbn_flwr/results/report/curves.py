@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
 
+from fedbn_flwr.engines.metered import Traffic
 from fedbn_flwr.tasks import METRICS, SHARES, title_of
 from fedbn_flwr.trees import Json
 
-from ..folder.ledger import Traffic
 from ..read.runs import is_number
 
 Item = TypeVar("Item")

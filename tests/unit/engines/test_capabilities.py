@@ -12,8 +12,8 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.engines.capabilities import Capabilities, GridAround, capabilities
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.engines.network import PollingGrid
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 
 Federations = Callable[..., Any]
 

@@ -20,6 +20,7 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr import LocalGrid, cli, client_app
+from fedbn_flwr.engines.metered import Traffic
 from fedbn_flwr.errors import FedbnError, UserError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
@@ -28,7 +29,6 @@ from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages.arrays import configs_in, metrics_in
 from fedbn_flwr.results.folder import LINES, RunFolder
-from fedbn_flwr.results.folder.ledger import Traffic
 from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.read.runs import find_runs, read_state
 from fedbn_flwr.results.report.rows import group

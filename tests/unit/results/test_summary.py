@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from flwr.app import RecordDict
 
+from fedbn_flwr.engines.metered import Traffic
 from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.folder.checkpoint import Snapshot
-from fedbn_flwr.results.folder.ledger import Traffic
 from fedbn_flwr.results.folder.summary import Summary
 
 

@@ -18,12 +18,12 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import build_model, client_app, strategies
+from fedbn_flwr.engines.metered import MeteredGrid, Traffic
 from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.results.folder.ledger import MeteredGrid, Traffic
 from fedbn_flwr.strategies import FixBN, GlobalMomentum
 from tests.support.addressed import Addressed, OwnModel
 from tests.support.federations import nodes_in_means

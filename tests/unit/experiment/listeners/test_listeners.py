@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fedbn_flwr import LocalGrid, client_app, run
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import TestBatches
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed, StorageError
 from fedbn_flwr.experiment.file.content import merge
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
@@ -30,7 +31,6 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder import RunFolder
-from fedbn_flwr.results.folder.ledger import MeteredGrid
 from fedbn_flwr.results.result import Result, find_runs
 from fedbn_flwr.yaml_text import parse_yaml
 from tests.support.runs import saved_round

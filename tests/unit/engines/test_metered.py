@@ -16,8 +16,8 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedbn_flwr import build_model
+from fedbn_flwr.engines.metered import MeteredGrid, Traffic
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
-from fedbn_flwr.results.folder.ledger import MeteredGrid, Traffic
 from fedbn_flwr.strategies import FedAvg
 
 Federations = Callable[..., Any]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flwr.app import ConfigRecord
 
-from fedbn_flwr.experiment.listeners.progress import WatchedGrid
+from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.strategies import FedAvg
 from tests.support.models import two_norms
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN

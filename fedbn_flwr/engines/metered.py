@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, config_of, size_of, unpack
 from fedbn_flwr.messages.gate import Gated, gate
+
+from .capabilities import GridAround
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
     from fedbn_flwr.exchange.carriers import Answers
