@@ -1,19 +1,21 @@
 """Checks arguments against their annotations, such as `Annotated[float, Ge(0)]` or `Literal["mean", "median"]`.
 
-It checks numbers, texts, truth values and choices, and the limits in `Annotated`; it converts nothing. A text in
-`Annotated` appears in the error as what was expected.
+It checks numbers, texts, truth values, functions and choices, and the limits in `Annotated`; it converts nothing. A
+text in `Annotated` becomes the error's "expected ...".
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
+import torch
 
 from .errors import SettingsError
 
@@ -22,8 +24,12 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., object])
 
-_SIMPLE = {bool: "true or false", int: "an integer", float: "a number", str: "a text", types.NoneType: "None"}
-_LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}  # of annotated_types
+_SIMPLE = {
+    bool: "true or false", int: "an integer", float: "a number", str: "a text", types.NoneType: "None",
+    torch.dtype: "a torch.dtype",
+}  # fmt: skip
+# The limits of annotated_types.
+_LIMITS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le), "lt": ("<", operator.lt)}
 
 
 def checked(function: F) -> F:
@@ -54,13 +60,31 @@ def declarations(function: Callable[..., object]) -> Mapping[str, object]:
 def check(name: str, value: object, annotation: object) -> None:
     """Raise SettingsError if a value does not fit its annotation."""
     plain = value.item() if isinstance(value, np.generic) else value
-    if not adapter(annotation).validator.isinstance_python(plain, strict=True):
+    if not _fits(plain, annotation):
         raise SettingsError(f"{name} is {value!r}; expected {in_words(annotation)}")
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    kind, parts = get_origin(annotation), get_args(annotation)
+    if kind in (Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if kind is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if annotation in _SIMPLE:
+        return isinstance(value, int | float if annotation is float else annotation) and (
+            annotation is bool or not isinstance(value, bool)
+        )
+    if kind is Callable:
+        return callable(value)
+    if kind is Annotated and _is_simple(parts[0]):
+        limits = [(_LIMITS[key][1], getattr(note, key)) for note in parts[1:] for key in _LIMITS if hasattr(note, key)]
+        return _fits(value, parts[0]) and all(holds(value, limit) for holds, limit in limits)
+    return adapter(annotation).validator.isinstance_python(value, strict=True)
 
 
 @functools.cache
 def adapter(annotation: Any) -> TypeAdapter[object]:
-    from pydantic import TypeAdapter  # a slow import that clients, which make no strategy, do not need
+    from pydantic import TypeAdapter  # a slow import, which clients do not need
 
     return TypeAdapter(annotation)
 
@@ -68,7 +92,7 @@ def adapter(annotation: Any) -> TypeAdapter[object]:
 def _is_simple(annotation: object) -> bool:
     if get_origin(annotation) in (Union, types.UnionType):
         return all(map(_is_simple, get_args(annotation)))
-    return annotation in _SIMPLE or get_origin(annotation) in (Annotated, Literal)
+    return annotation in _SIMPLE or get_origin(annotation) in (Annotated, Literal, Callable)
 
 
 def in_words(annotation: Any) -> str:
@@ -76,9 +100,9 @@ def in_words(annotation: Any) -> str:
     kind, parts = get_origin(annotation), get_args(annotation)
     if kind is Annotated:
         said = [note for note in parts[1:] if isinstance(note, str)]
-        limits = [f"{sign} {getattr(n, key)}" for n in parts[1:] for key, sign in _LIMITS.items() if hasattr(n, key)]
+        limits = [f"{_LIMITS[key][0]} {getattr(n, key)}" for n in parts[1:] for key in _LIMITS if hasattr(n, key)]
         return said[0] if said else f"{in_words(parts[0])} {' and '.join(limits)}"
     if kind in (Union, types.UnionType, Literal):
         words = [repr(part) if kind is Literal else in_words(part) for part in parts]
         return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
-    return _SIMPLE[annotation]
+    return "a function" if kind is Callable else _SIMPLE[annotation]

@@ -14,17 +14,19 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt, Lt
 from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
 from torch import nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import ToPair, split_batch
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.declared import checked
+from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
@@ -53,6 +55,8 @@ from .training import (
     local_batches,
     reseed,
 )
+
+_A_LOSS = "a function of (outputs, targets), such as fedbn_flwr.client.losses.cross_entropy"
 
 TestSets = Iterable[Batch] | Mapping[str, Iterable[Batch]]
 
@@ -140,6 +144,7 @@ class BNClient(NumPyClient):
         only if you call the client yourself.
     """
 
+    @checked
     def __init__(
         self,
         model: nn.Module | ModelTensors,
@@ -147,26 +152,28 @@ class BNClient(NumPyClient):
         eval_data: TestSets | Callable[[], TestSets] | None = None,
         *,
         batch: ToPair | None = None,
-        lr: float | Callable[[int], float] = 0.1,
-        epochs: int | None = None,
-        steps: int | None = None,
+        lr: Annotated[float, Ge(0)] | Annotated[Callable[[int], float], "a function of the round"] = 0.1,
+        epochs: Annotated[int, Ge(1)] | None = None,
+        steps: Annotated[int, Ge(1)] | None = None,
         optimizer: OptimizerSpec = "sgd",
-        momentum: float = 0.0,
-        weight_decay: float | None = None,
+        momentum: Annotated[float, Ge(0), Lt(1)] = 0.0,
+        weight_decay: Annotated[float, Ge(0)] | None = None,
         keep_momentum: bool = False,
-        clip: float | None = None,
+        clip: Annotated[float, Gt(0)] | None = None,
         task: Task | str | None = None,
-        loss: Loss | None = None,
-        eval_loss: Loss | None = None,
+        loss: Annotated[Loss, _A_LOSS] | None = None,
+        eval_loss: Annotated[Loss, _A_LOSS] | None = None,
         metrics: Sequence[Metric] = (),
         channels_last: bool | Literal["auto"] = "auto",
-        precision: torch.dtype | None = None,
+        precision: Annotated[torch.dtype, "a torch.dtype, such as torch.bfloat16"] | None = None,
         compile: bool = False,
         seed: int = 0,
-        min_batch: int = 1,
+        min_batch: Annotated[int, Ge(1)] = 1,
         device: torch.device | str | None = None,
         context: Context | None = None,
     ) -> None:
+        if epochs is not None and steps is not None:
+            raise SettingsError(f"give epochs ({epochs}) or steps ({steps}), not both")
         self.recipe = Recipe(
             lr=lr, epochs=epochs, steps=steps, optimizer=optimizer, momentum=momentum, weight_decay=weight_decay,
             keep_momentum=keep_momentum, clip=clip, precision=precision, compile=compile,
@@ -372,11 +379,6 @@ class BNClient(NumPyClient):
         local.optimizer = self.recipe.optimizer_of(trained, number, factor)
         first_gradients = (rule.first_gradient() for rule in rules)
         first_step = next((gradient for gradient in first_gradients if gradient is not None), None)
-        if first_step is not None and 0 in (self.recipe.epochs, self.recipe.steps):
-            raise MessageError(
-                "the strategy computes the gradient of a round's first step with exchanges, and this client makes no "
-                "step; expected epochs or steps above zero"
-            )
         batch_size = getattr(self.train_data, "batch_size", None)
         return Training(
             model=self.model,

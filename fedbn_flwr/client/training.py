@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -130,17 +129,6 @@ class Recipe:
     clip: float | None
     precision: torch.dtype | None
     compile: bool
-
-    def __post_init__(self) -> None:
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError(f"give epochs ({self.epochs}) or steps ({self.steps}), not both")
-        for name, given in (("epochs", self.epochs), ("steps", self.steps)):
-            if given is not None and (not isinstance(given, int | np.integer) or given < 0):
-                raise ValueError(f"{name} is {given!r}; expected an integer, zero or more")
-        if not callable(self.lr) and not (isinstance(self.lr, int | float | np.number) and self.lr >= 0):
-            raise ValueError(f"lr is {self.lr!r}; expected a number of zero or more, or a function of the round")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"clip is {self.clip!r}; expected a norm above zero, or None")
 
     def batches(self, data: Epochs | Iterable[Batch], server_round: int) -> Iterator[Batch]:
         """The batches of a round; one epoch by default."""

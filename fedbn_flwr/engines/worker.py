@@ -37,6 +37,7 @@ import torch
 
 from fedbn_flwr.errors import LOG
 
+NAME = "fedbn worker"  # of the processes
 START_TIMEOUT = 10.0  # seconds until a forked worker has taken the locks that it will need
 _STARTS = 3  # attempts to start a worker
 _TOO_SLOW = (
@@ -153,7 +154,7 @@ class Worker(NodeWorker):
         here, there = socket.socketpair()
         self.channel, self._began = Channel(here), time.monotonic()
         fork = multiprocessing.get_context("fork")
-        self.process = fork.Process(target=_serve, args=(self.served, there), daemon=True)
+        self.process = fork.Process(target=_serve, args=(self.served, there), name=NAME, daemon=True)
         with there, _signals_later():
             self.process.start()
         atexit.register(self.close)  # else Python would wait for a process that ignores SIGTERM
@@ -224,6 +225,7 @@ def _end_with(parent: int) -> None:
 
 def _serve(served: object, end: socket.socket) -> None:
     """The new process: take the locks that other threads may hold, and do jobs until the parent ends it."""
+    multiprocessing.current_process().daemon = False  # so that a DataLoader may have processes of its own
     gc.freeze()  # the collector would write to each object, and so copy the memory that this process shares
     torch.get_rng_state()  # this takes the lock of PyTorch's generator
     sys.stdout.flush()

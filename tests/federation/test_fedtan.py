@@ -107,13 +107,6 @@ def test_a_client_refuses_a_first_step_that_is_not_linear(federation: Federation
     last_model(fed, FedAvgGlobalStats(fraction_evaluate=0.0), 1)
 
 
-@pytest.mark.parametrize("options", [{"epochs": 0}, {"steps": 0}])
-def test_a_client_that_makes_no_step_says_so(federation: Federations, options: dict[str, Any]) -> None:
-    fed = federation((6, 6), model=two_norms, **options)
-    with pytest.raises(RunFailed, match="this client makes no step; expected epochs or steps above zero"):
-        last_model(fed, FedTAN(fraction_evaluate=0.0), 1)
-
-
 def test_weights_by_data_and_by_batch_differ_for_equal_batches(federation: Federations) -> None:
     fed = federation((4, 8), model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
     fed.data[1].batches = [(x[:2], y[:2]) for x, y in fed.data[1].batches]  # as large as the other's

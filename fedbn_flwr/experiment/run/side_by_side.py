@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 import torch
 
 from fedbn_flwr.cores import cores
-from fedbn_flwr.engines.worker import Worker
+from fedbn_flwr.engines.worker import NAME, Worker
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
 from fedbn_flwr.text import shorten
 
@@ -45,7 +45,7 @@ def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
 def workers_of(run: Settings) -> int:
     """The number of worker processes on this machine."""
     # A worker trains with one thread, and the process of one of several runs cannot have workers of its own.
-    if run.engine.threads > 1 or multiprocessing.current_process().daemon:
+    if run.engine.threads > 1 or multiprocessing.current_process().name == NAME:
         return 0
     on_gpu = choose_device(run.engine.device).type == "cuda"
     if run.engine.workers == "auto":

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import inspect
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from fedbn_flwr import BNClient, LocalGrid, client_app, seeding
 from fedbn_flwr.client.node_state import LOCAL_ARRAYS
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, Memo
 from fedbn_flwr.client.training import TRAINER, Trained, Trainer, Training
-from fedbn_flwr.errors import MessageError
+from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support.federations import same
@@ -115,24 +116,24 @@ def test_a_wrong_number_of_arrays_is_refused(federation: Federations) -> None:
         client.fit(client.get_parameters({})[:3], {})
 
 
-def test_epochs_and_steps_exclude_each_other(federation: Federations) -> None:
-    fed = federation()
-    with pytest.raises(ValueError, match=r"give epochs \(1\) or steps \(2\), not both"):
-        BNClient(fed.model, fed.data[0], epochs=1, steps=2)
-
-
-@pytest.mark.parametrize(("key", "count"), [("epochs", -1), ("steps", 1.5), ("steps", 2.0)])
-def test_epochs_and_steps_are_whole_numbers(federation: Federations, key: str, count: Any) -> None:
-    fed = federation()
-    with pytest.raises(ValueError, match=rf"{key} is {count}; expected an integer, zero or more"):
-        BNClient(fed.model, fed.data[0], **{key: count})
-
-
-@pytest.mark.parametrize("lr", ["0.1", -0.1, float("nan")])
-def test_a_learning_rate_is_a_number_or_a_function(federation: Federations, lr: Any) -> None:
-    fed = federation()
-    with pytest.raises(ValueError, match=rf"lr is {lr!r}; expected a number of zero or more, or a function"):
-        BNClient(fed.model, fed.data[0], lr=lr)
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"epochs": 1, "steps": 2}, "give epochs (1) or steps (2), not both"),
+        ({"epochs": 0}, "epochs is 0; expected an integer >= 1 or None"),
+        ({"steps": 2.0}, "steps is 2.0; expected an integer >= 1 or None"),
+        ({"lr": "0.1"}, "lr is '0.1'; expected a number >= 0 or a function of the round"),
+        ({"lr": float("nan")}, "lr is nan; expected a number >= 0 or a function of the round"),
+        ({"momentum": 2.0}, "momentum is 2.0; expected a number >= 0 and < 1"),
+        ({"clip": 0}, "clip is 0; expected a number > 0 or None"),
+        ({"loss": "cross_entropy"}, "loss is 'cross_entropy'; expected a function of (outputs, targets), such as"),
+        ({"precision": "bf16"}, "precision is 'bf16'; expected a torch.dtype, such as torch.bfloat16 or None"),
+        ({"compile": "no"}, "compile is 'no'; expected true or false"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_is_right(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=f"^{re.escape(message)}"):
+        BNClient(nn.Linear(2, 2), [], **given)
 
 
 def test_a_client_whose_fit_would_not_be_called_is_refused(federation: Federations) -> None:

@@ -217,11 +217,6 @@ def test_clipping_limits_the_norm_over_all_parameters() -> None:
     assert np.abs(trained(2, clip=0.05)[0] - trained(2)[0]).max() > 1e-3
 
 
-def test_a_limit_of_zero_is_refused() -> None:
-    with pytest.raises(ValueError, match="clip is 0; expected a norm above zero, or None"):
-        BNClient(network(), [], clip=0)
-
-
 def test_a_step_of_sgd_does_not_import_the_compiler() -> None:
     program = """
 import sys

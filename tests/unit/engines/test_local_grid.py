@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import io
 import multiprocessing
@@ -20,6 +22,7 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.engines.pool import Pool
@@ -28,6 +31,7 @@ from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.strategies import FedAvg
 from tests.support.command import ROOT, python
+from tests.support.federations import same
 from tests.support.records import content
 
 Handler = Callable[[Message, Context], Any]
@@ -308,6 +312,22 @@ def test_a_handler_that_calls_sys_exit_gives_an_error_reply(workers: int) -> Non
     with LocalGrid(app_of(leave), 1, workers=workers) as grid:
         (reply,) = grid.send_and_receive([to(1)])
     assert reply.has_error()
+
+
+def test_a_loader_may_have_processes_in_a_worker(federation: Callable[..., Any]) -> None:
+    fed = federation((8, 8), batches=1)
+    data = [TensorDataset(*own.batches[0]) for own in fed.data]
+
+    def make_client(processes: int, context: Context) -> BNClient:
+        loader = DataLoader(data[int(context.node_config["partition-id"])], 4, shuffle=True, num_workers=processes)
+        return BNClient(copy.deepcopy(fed.model), loader, context=context)
+
+    found = []
+    for processes, workers in ((0, 0), (1, 2)):
+        with LocalGrid(client_app(functools.partial(make_client, processes)), 2, workers=workers) as grid:
+            strategy = FedAvg(fraction_evaluate=0.0)
+            found.append(unpack(strategy.start(grid, fed.arrays(), num_rounds=2).arrays))
+    assert same(*found)
 
 
 @pytest.mark.parametrize(("do", "how"), [("die", "signal 9"), ("exit", "exit code 3")])
