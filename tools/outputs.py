@@ -7,45 +7,47 @@ import itertools
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from results import RESULTS, Row, Table
+from results import RESULTS, Row, Table, runs_of
 
-# --- what benchmarks.speed prints --------------------------------------------------
+# --- benchmarks.speed --------------------------------------------------------------
 
 
 class Figure(NamedTuple):
-    median: float
+    """Of benchmarks.speed; `values` has the repetitions, which older files lack."""
+
+    name: str
+    value: float
     low: float
     high: float
     unit: str
     goal: str
-    missed: bool
+    met: bool | None
+    values: Sequence[float] = ()
 
     @property
     def spread(self) -> str:
-        return f"{short(self.median)} ({short(self.low)} to {short(self.high)})"
+        return f"{short(self.value)} ({short(self.low)} to {short(self.high)})"
+
+    @property
+    def measured(self) -> str:
+        return self.spread if self.unit == "x" else f"{self.spread} {self.unit}"
 
     @property
     def aim(self) -> str:
-        return f"{self.goal} (missed)" if self.missed else self.goal
-
-
-LINE = re.compile(r"^  (.+): (\S+) (\S*) ?\((\S+) to (\S+)\)(?: +goal: (at \w+ \S+)( \(missed\))?)?$", re.MULTILINE)
+        goal = self.goal if not self.goal or self.unit == "x" else f"{self.goal} {self.unit}"
+        return f"{goal} (missed)" if self.met is False else goal
 
 
 @functools.cache
-def figures(name: str) -> Mapping[str, tuple[Figure, ...]]:
-    """The figures of an output by name, each in the order of the commands that printed it."""
-    found: dict[str, tuple[Figure, ...]] = {}
-    for title, median, unit, low, high, goal, missed in LINE.findall(
-        (RESULTS / "performance" / name).read_text(encoding="utf-8")
-    ):
-        unit = unit.removesuffix("x")
-        goal = f"{goal} {unit}".strip() if goal else ""
-        figure = Figure(float(median), float(low), float(high), unit, goal, bool(missed))
-        found[title] = (*found.get(title, ()), figure)
+def figures(name: str) -> Mapping[str, Sequence[Figure]]:
+    """The figures of a file by name, each in the order of the commands that measured it."""
+    found: dict[str, list[Figure]] = {}
+    for document in json.loads((RESULTS / "performance" / f"{name}.json").read_text(encoding="utf-8")):
+        for each in itertools.chain(*document["figures"].values()):
+            found.setdefault(each["name"], []).append(Figure(**each))
     return found
 
 
@@ -58,15 +60,15 @@ def short(value: float) -> str:
 
 
 OVERHEAD = {
-    "speed.txt": "^(?!mean)",
-    "aggregation.txt": "mean",
-    "performance.txt": "10,000 registered",
-    "start.txt": "fedbn|importing",
+    "speed": "^(?!mean)",
+    "aggregation": "mean",
+    "performance": "10,000 registered",
+    "start": "fedbn|importing",
 }  # of each file these
 
 
 def row(name: str, figure: Figure) -> Row:
-    return (name, f"{figure.spread} {figure.unit}".strip(), figure.aim)
+    return (name, figure.measured, figure.aim)
 
 
 def speed() -> Table:
@@ -92,16 +94,16 @@ DIVIDED = {"equal sizes": "equal clients", "Dirichlet 0.1": "Dirichlet 0.1", "un
 
 
 def sharing() -> Table:
-    found, rows = figures("sharing.txt"), list[Row]()
+    found, rows = figures("sharing"), list[Row]()
     for words, (work, more) in SHARED.items():
         each = [found[f"round / lower bound, {work}, {division}{more}"][0] for division in DIVIDED.values()]
-        aim = f"{each[0].goal} (missed)" if any(figure.missed for figure in each) else each[0].goal
-        rows.append((words, *(f"{figure.median:.2f}" for figure in each), aim))
+        aim = f"{each[0].goal} (missed)" if False in [figure.met for figure in each] else each[0].goal
+        rows.append((words, *(f"{figure.value:.2f}" for figure in each), aim))
     return ("clients", *DIVIDED, "goal"), rows
 
 
 def memory() -> Table:
-    rows = [row(name, each[0]) for name, each in figures("memory.txt").items()]
+    rows = [row(name, each[0]) for name, each in figures("memory").items()]
     return ("measurement", "peak", "goal"), rows
 
 
@@ -112,8 +114,8 @@ def compiled() -> Table:
     rows: list[Row] = []
     for size, arithmetic in itertools.product((20, 128), ("float32", "bfloat16 and channels-last")):
         title = f"steps per second / bare loop, batch {size}, {arithmetic}"
-        each = [*figures("compiled.txt")[title], *figures("compiled-group-norm.txt")[title]]
-        missed = [version for version, figure in zip(TORCH, each, strict=True) if figure.missed]
+        each = [*figures("compiled")[title], *figures("compiled-group-norm")[title]]
+        missed = [version for version, figure in zip(TORCH, each, strict=True) if figure.met is False]
         which = "" if len(missed) == len(each) else f" with {', '.join(missed)}"
         aim = f"{each[0].goal} (missed{which})" if missed else each[0].goal
         rows.append((str(size), arithmetic, *(figure.spread for figure in each), aim))
@@ -122,28 +124,33 @@ def compiled() -> Table:
 
 def layouts() -> Table:
     found: dict[str, dict[str, str]] = {}
-    for title, (each,) in figures("channels_last.txt").items():
+    for title, (each,) in figures("channels_last").items():
         *case, norm, chosen = title.split(", ")
-        found.setdefault(", ".join(case), {})[norm] = f"{each.median:.2f}" + (" (off)" if chosen != "auto" else "")
+        found.setdefault(", ".join(case), {})[norm] = f"{each.value:.2f}" + (" (off)" if chosen != "auto" else "")
     norms = [*dict.fromkeys(norm for ratios in found.values() for norm in ratios)]
     return ("network", *norms), [(case, *(ratios.get(norm, "-") for norm in norms)) for case, ratios in found.items()]
 
 
 def gpu() -> Table:
-    """What benchmarks.speed and benchmarks/gpu_step.py printed on a GPU."""
-    rows: list[Row] = [(name, f"{each[0].spread} times") for name, each in figures("gpu.txt").items()]
-    text = (RESULTS / "performance" / "gpu.txt").read_text(encoding="utf-8")
-    rounds = re.findall(r"(?m)^rounds, (plain|recorded, .*(?:at once|one run)): (.+)$", text)
-    for name, seconds in sorted(rounds, key=lambda each: "at once" in each[0]):
-        rows.append((f"round of fixbn/table4, batch norm, {name}", f"{statistics.median(json.loads(seconds)):.2f} s"))
-    step = re.search(r"(?m)^step: plain ([\d.]+), recorded ([\d.]+)", text)
-    assert step
-    rows += [("step of ResNet-20, batch 20, plain", f"{step[1]} ms"), ("the same, recorded", f"{step[2]} ms")]
+    """Ratios, rounds and steps, of the first command that measured each."""
+    found = {name: each[0] for name, each in figures("gpu").items()}
+    rows: list[Row] = [(name, f"{each.spread} times") for name, each in found.items() if each.unit == "x"]
+    for name in (
+        "plain",
+        "recorded, one run",
+        *(f"recorded, {count} runs at once" for count in ("two", "three", "four")),
+    ):
+        rows.append((f"round of fixbn/table4, batch norm, {name}", f"{found[f'rounds, {name}'].value:.2f} s"))
+    for title, name in (
+        ("step of ResNet-20, batch 20, plain", "step, plain"),
+        ("the same, recorded", "step, recorded"),
+    ):
+        rows.append((title, f"{found[name].value:g} ms"))
     return ("measurement", "median (minimum to maximum)"), rows
 
 
 def rivals() -> Table:
-    """The table that benchmarks.rivals printed."""
+    """The table of benchmarks.rivals, which its test computes from the turns in the same file."""
     found = json.loads((RESULTS / "performance" / "rivals.json").read_text(encoding="utf-8"))["table"]
     return tuple(found["columns"]), [tuple(row) for row in found["rows"]]
 
@@ -177,23 +184,29 @@ def nodes() -> Table:
     return ("run", "communication rounds", "messages per client", "seconds of each round"), rows
 
 
+CONNECT = 4  # round trips of a stream: TCP, TLS, HTTP/2, the token
+
+
 def time_to_accuracy() -> Table:
-    """From the output of benchmarks/time_to_accuracy.py: a part for one batch norm, and one for 19."""
-    parts = (RESULTS / "network/time_to_accuracy.txt").read_text(encoding="utf-8").strip().split("\n\n")
-    ninety = [re.split(r"\n  \d+ %:", part.partition("\n  90 %: ")[2])[0] for part in parts]
+    """When others reach 90 % before FedTAN, from the mean rounds in which MNIST's seeds first do.
 
-    def limit(part: str, name: str) -> str:
-        found = re.search(rf"{re.escape(name)} is faster .* ([\d.]+ R)$", part, re.MULTILINE)
-        return found[1] if found else "-"
+    A round takes R with every strategy. FedTAN's takes a round trip for each exchange, and some to connect.
+    """
+    rounds = dict[str, float]()
+    for name in ("FixBN", "FedAvg+GN", "FedTAN", "FedTAN-II M=10", "FedTAN-II M=50"):
+        curves = [run.curve for run in runs_of(f"mnist/noniid-lr0.5:{name}") if run.seed < 5]  # the seeds of all
+        reached = [next(point["round"] for point in curve if point["accuracy"] >= 0.9) for curve in curves]
+        rounds[name] = statistics.fmean(reached)
 
-    rounds = re.findall(r"^ {4}(\S+(?: M=\d+)?) +(\d+|never) +", ninety[0] + " ", re.MULTILINE)
-    rows: list[Row] = [(name, number, *(limit(part, name) for part in ninety)) for name, number in rounds]
-    return (
-        "strategy",
-        "rounds to 90 %",
-        "overtakes FedTAN above a round trip of (2 exchanges)",
-        "with 38 exchanges",
-    ), rows
+    def limit(name: str, exchanges: int) -> str:
+        exchanging = int(name.rpartition("=")[2]) if "=" in name else 0
+        trips = (rounds["FedTAN"] - min(rounds[name], exchanging)) * (exchanges + CONNECT)
+        later = rounds[name] - rounds["FedTAN"]
+        return f"{later / trips:.3f} R" if later > 0 else "-"
+
+    rows: list[Row] = [(name, f"{each:.0f}", limit(name, 2), limit(name, 38)) for name, each in rounds.items()]
+    columns = ("strategy", "rounds to 90 %", "overtakes FedTAN above a round trip of (2 exchanges)")
+    return (*columns, "with 38 exchanges"), rows
 
 
 # --- secure aggregation, noise, malicious clients -----------------------------------

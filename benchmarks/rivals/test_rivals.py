@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .__main__ import ROOT, SAME, cell, difference
+from .__main__ import CANDIDATES, ROOT, SAME, cell, difference, table
 from .environments import HERE, python_of
 
 
@@ -42,6 +42,12 @@ def test_a_cell_compares_with_ours_on_as_many_processes() -> None:
     assert cell(taken, "bare") == "2.00 (0.50)", "the median of ratios within a turn"
     assert cell(taken, "pfl-2") == "2.00 (2.00)"
     assert cell(taken, "fedjax") == "-"
+
+
+@pytest.mark.parametrize("name", ["rivals", "rivals-amd"])
+def test_the_published_table_follows_from_the_turns_beside_it(name: str) -> None:
+    found = json.loads((ROOT / "docs" / "results" / "performance" / f"{name}.json").read_text(encoding="utf-8"))
+    assert table(found["networks"], [*CANDIDATES])["rows"] == found["table"]["rows"]
 
 
 def test_an_environment_with_these_requirements_is_used_again(tmp_path: Path) -> None:

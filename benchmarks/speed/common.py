@@ -42,7 +42,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number: median, minimum and maximum over the repetitions."""
+    """One measured number: median, minimum and maximum over the repetitions, which a file keeps."""
 
     name: str
     value: float
@@ -51,6 +51,7 @@ class Figure:
     unit: str
     goal: str = ""
     met: bool | None = None
+    values: tuple[float, ...] = ()  # of the repetitions
 
 
 def figure(
@@ -62,7 +63,8 @@ def figure(
         goal, met = f"at most {most:g}", middle <= most
     if least is not None:
         goal, met = f"at least {least:g}", middle >= least
-    return Figure(name, middle, min(values), max(values), unit, goal, met)
+    kept = tuple(float(f"{value:.4g}") for value in values)
+    return Figure(name, middle, min(values), max(values), unit, goal, met, kept)
 
 
 def seconds(action: Callable[[], Any]) -> float:
