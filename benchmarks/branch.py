@@ -15,7 +15,8 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.run.launch import run_folders
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.results.folder import RunFolder, deciding
+from fedbn_flwr.results.folder.reader import deciding
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.strategies import state_of
 from fedbn_flwr.yaml_text import dump_yaml
 

@@ -39,7 +39,7 @@ from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, pack, unpack
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 
 CLIENTS = 5
 SHARE = 0.05  # of the replies that fail

@@ -17,7 +17,7 @@ from fedbn_flwr.trees import Draft, Tree
 from .common import Commands, add_command, continued_by, parse_pairs
 
 if TYPE_CHECKING:
-    from fedbn_flwr.results.folder import RunFolder
+    from fedbn_flwr.results.folder.writer import RunFolder
 
 
 def add(commands: Commands) -> None:
@@ -137,7 +137,7 @@ def _of_experiment(run_config: Tree, federation: Tree, defaults: Tree) -> tuple[
     from fedbn_flwr.experiment.file.layers import from_run_config
     from fedbn_flwr.experiment.prepare import prepare
     from fedbn_flwr.experiment.run.launch import open_folders
-    from fedbn_flwr.results.folder import out_folder
+    from fedbn_flwr.results.folder.places import out_folder
 
     from .simulation import check_federation, federation_config
 

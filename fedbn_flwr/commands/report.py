@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
 
 
 def report(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr.results.folder import default_out
+    from fedbn_flwr.results.folder.places import default_out
     from fedbn_flwr.results.report.tables import ReportForm
     from fedbn_flwr.results.report.write import write_report
 

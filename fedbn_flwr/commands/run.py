@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
         from fedbn_flwr.engines.worker import keep_freed_memory
         from fedbn_flwr.experiment.file.layers import load_experiment
         from fedbn_flwr.experiment.run.launch import carry_out
-        from fedbn_flwr.results.folder import from_here, out_folder
+        from fedbn_flwr.results.folder.places import from_here, out_folder
 
     overrides = overrides_of(arguments)
     experiment = load_experiment(arguments.experiment, overrides)

@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
 
 
 def status(arguments: argparse.Namespace) -> None:
-    from fedbn_flwr.results.folder import default_folder, find_folders
+    from fedbn_flwr.results.folder.places import default_folder, find_folders
     from fedbn_flwr.results.read.runs import read_state
 
     folders = arguments.folders or [default_folder()]

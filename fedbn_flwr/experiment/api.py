@@ -15,7 +15,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from fedbn_flwr.errors import SettingsError, UserError, options_as
 from fedbn_flwr.named import name_for, names_in
-from fedbn_flwr.results.folder import out_folder
+from fedbn_flwr.results.folder.places import out_folder
 from fedbn_flwr.results.result import Result, Results
 from fedbn_flwr.text import shorten
 from fedbn_flwr.trees import Tree

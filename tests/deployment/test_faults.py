@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.certificates import valid_until
 from tests.support.command import PATIENCE, fedbn
 from tests.support.network import Deployment, wait_for

@@ -17,7 +17,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.recording import History
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import FEDBN, python, signalled
 
 TEXT = """

@@ -14,8 +14,8 @@ from fedbn_flwr import cli
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.launch import carry_out
-from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.files import write_text
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs, read_state
 from fedbn_flwr.results.report.write import write_report
 from tests.support.sessions import session

@@ -21,7 +21,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import run_one
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import ROOT
 from tests.support.sessions import Stopping, outcome
 

@@ -28,7 +28,7 @@ from fedbn_flwr.experiment.registry import class_of
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import with_config
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.server.base import BaseStrategy
 from fedbn_flwr.strategies import (
     HBN,

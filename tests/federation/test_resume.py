@@ -29,8 +29,8 @@ from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import Gated
-from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.strategies import (
     FedBS,

@@ -18,7 +18,7 @@ from fedbn_flwr import LocalGrid, Result, client_app, run
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 
 Table = NDArray[np.float64]
 INPUTS = [f"x{number}" for number in range(10)]

@@ -17,7 +17,7 @@ from fedbn_flwr.experiment.api import run_all
 from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_experiment
 from fedbn_flwr.experiment.run import launch as run_module
 from fedbn_flwr.experiment.run.side_by_side import jobs_of
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import FEDBN, PROGRAM, environment, python, signalled
 from tests.support.marks import slow_except
 from tests.support.network import wait_for

@@ -33,7 +33,7 @@ from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.trained import global_model
 from tests.support.fixtures import Batches
 from tests.support.sessions import Stopping, outcome

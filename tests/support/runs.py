@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from fedbn_flwr.engines.metered import Traffic
-from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.summary import Summary
+from fedbn_flwr.results.folder.writer import RunFolder
 
 TRAFFIC = vars(Traffic(communication_rounds=1, bytes_down=2**20, bytes_up=2**20)) | {"seconds": 0.5}
 

@@ -20,8 +20,8 @@ from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.experiment.run.loop import run_one
-from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.summary import Summary
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.strategies import MeanStatistics, Rule
 
 PLAIN: dict[str, Callable[[], Strategy]] = {

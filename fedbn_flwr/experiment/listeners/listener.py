@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, Message
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.trees import Tree
 
 from ..parts import Parts

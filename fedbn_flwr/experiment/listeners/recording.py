@@ -12,9 +12,10 @@ from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import Diverged, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, unpack
-from fedbn_flwr.results.folder import CLIENTS_DIGEST, RunFolder, deciding, digest_of, file_of
 from fedbn_flwr.results.folder.checkpoint import Snapshot
+from fedbn_flwr.results.folder.reader import CLIENTS_DIGEST, deciding, digest_of, file_of
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary, time_stamp
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.strategies import FedAvg, Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION

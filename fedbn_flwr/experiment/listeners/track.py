@@ -19,7 +19,7 @@ from typing import Any
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import LOG
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.trees import Tree, flat_settings
 
 from ..file.types import name_in, options_in, tracker_of

@@ -31,7 +31,8 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.named import names_in, only_here
-from fedbn_flwr.results.folder import RunFolder, from_here, out_folder
+from fedbn_flwr.results.folder.places import from_here, out_folder
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.trees import Tree
 

@@ -26,8 +26,8 @@ from fedbn_flwr.errors import LOG, Diverged, RunFailed, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.models.tensors import initial_arrays
-from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.summary import is_taken
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.server.questions import connected
 from fedbn_flwr.strategies import broken, restore
 

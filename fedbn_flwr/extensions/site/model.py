@@ -14,7 +14,7 @@ from fedbn_flwr.startup import loading
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedbn_flwr.results.folder import RunFolder
+    from fedbn_flwr.results.folder.reader import RunReader
 
 _RUN = (
     "RUN is the run's folder, or a copy of it at the site. Copy it without `checkpoint`: on the local engine, this "
@@ -117,7 +117,7 @@ def predict(arguments: argparse.Namespace) -> None:
     print("\n".join([*found.said, f"predictions: {arguments.out}"]))
 
 
-def _model(arguments: argparse.Namespace) -> tuple[RunFolder, nn.Module]:
+def _model(arguments: argparse.Namespace) -> tuple[RunReader, nn.Module]:
     """Load the model that the options ask for, and print which one it is."""
     with loading():
         from fedbn_flwr.results.read.trained import personal_model, site_model

@@ -28,7 +28,7 @@ from fedbn_flwr.data.values import counts
 from fedbn_flwr.errors import UserError, few
 from fedbn_flwr.experiment.file.layers import read_experiment
 from fedbn_flwr.experiment.settings import Data
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.reader import RunReader
 from fedbn_flwr.tasks import CLASSIFICATION, TASKS, Task
 from fedbn_flwr.trees import Json
 
@@ -42,7 +42,7 @@ class Predictions:
     said: Sequence[str]  # what they are of, and how many are right
 
 
-def predictions(folder: RunFolder, model: nn.Module, path: Path, ident: str | None = None) -> Predictions:
+def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | None = None) -> Predictions:
     """A row for each example: its place, its file or id, its label if it has one, the prediction and probabilities.
 
     From a folder that a site trains on, these are its test examples; otherwise all rows of a table, or all images of a

@@ -15,8 +15,9 @@ from fedbn_flwr.errors import UserError, few, log_once
 from fedbn_flwr.text import duration, printable
 from fedbn_flwr.trees import Draft, Json, flat_settings
 
-from ..folder import RunFolder, deciding, find_folders
 from ..folder.clients import last_values
+from ..folder.places import find_folders
+from ..folder.reader import RunReader, deciding
 from ..folder.summary import Summary
 
 
@@ -40,8 +41,8 @@ class Run:
         return self.files.config()
 
     @property
-    def files(self) -> RunFolder:
-        return RunFolder(self.folder)
+    def files(self) -> RunReader:
+        return RunReader(self.folder)
 
     @cached_property
     def origin(self) -> tuple[str, str]:
@@ -108,7 +109,7 @@ class Run:
 
 def read_run(folder: Path) -> Run | None:
     """None if there is no summary, for instance because the folder was deleted meanwhile."""
-    found = RunFolder(folder).progress()
+    found = RunReader(folder).progress()
     return found and Run(folder, *found)
 
 

@@ -27,11 +27,11 @@ from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.trees import Draft
 
-from ..folder import RunFolder, file_of
 from ..folder.files import damaged
+from ..folder.reader import RunReader, file_of
 
 
-def global_model(folder: RunFolder, file: str) -> nn.Module:
+def global_model(folder: RunReader, file: str) -> nn.Module:
     description = folder.model_description()
     if not description["global"]:
         raise UserError(
@@ -41,7 +41,7 @@ def global_model(folder: RunFolder, file: str) -> nn.Module:
     return _build(folder, arrays, folder.path / file)
 
 
-def _read(folder: RunFolder, file: str) -> tuple[dict[str, Tensor], int]:
+def _read(folder: RunReader, file: str) -> tuple[dict[str, Tensor], int]:
     """The arrays of a model in the folder, and the round after which it was written."""
     from safetensors import SafetensorError, safe_open
 
@@ -66,14 +66,14 @@ class PersonalModel:
     network: nn.Module
 
 
-def site_model(folder: RunFolder, state: Path, client: int | None = None) -> PersonalModel:
+def site_model(folder: RunReader, state: Path, client: int | None = None) -> PersonalModel:
     """The model of a site: the server's arrays, and those in the site's state folder."""
     arrays, server_round = _read(folder, "model.safetensors")
     number, state_round, records = latest_state(state.expanduser(), folder.token(), server_round, client)
     return _personal(folder, arrays, records, number, (server_round, state_round), folder.path / "model.safetensors")
 
 
-def personal_model(folder: RunFolder, client: int) -> PersonalModel:
+def personal_model(folder: RunReader, client: int) -> PersonalModel:
     """The model of a client: the server's arrays of the last checkpoint, and the arrays that the client keeps."""
     nodes = folder.checkpoint.nodes()
     if not nodes:
@@ -88,7 +88,7 @@ def personal_model(folder: RunFolder, client: int) -> PersonalModel:
     return _personal(folder, arrays, state, client, rounds, folder.checkpoint.path)
 
 
-def _sent_to(folder: RunFolder, client: int, server_round: int) -> dict[str, Tensor]:
+def _sent_to(folder: RunReader, client: int, server_round: int) -> dict[str, Tensor]:
     """The arrays that the server has made for this client alone; empty if all clients receive the same."""
     if not folder.model_description().get("own_models"):
         return {}
@@ -102,7 +102,7 @@ def _sent_to(folder: RunFolder, client: int, server_round: int) -> dict[str, Ten
 
 
 def _personal(
-    folder: RunFolder,
+    folder: RunReader,
     arrays: Mapping[str, Tensor],
     records: RecordDict,
     client: int,
@@ -145,12 +145,12 @@ def _tensors(arrays: Arrays) -> dict[str, Tensor]:
     return {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
 
 
-def normalisation(folder: RunFolder) -> Callable[[Value], Value]:
+def normalisation(folder: RunReader) -> Callable[[Value], Value]:
     moments = folder.moments()
     return lambda inputs: Standardiser(moments, main_input(inputs).device)(inputs)
 
 
-def _build(folder: RunFolder, state: Mapping[str, Tensor], file: Path) -> nn.Module:
+def _build(folder: RunReader, state: Mapping[str, Tensor], file: Path) -> nn.Module:
     description = folder.model_description()
     build = description["build"].items()
     arguments: Draft = {key: tuple(value) if isinstance(value, list) else value for key, value in build}

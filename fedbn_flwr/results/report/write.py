@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
-from fedbn_flwr.results.folder import from_here
+from fedbn_flwr.results.folder.places import from_here
 from fedbn_flwr.storage import to_json, writing
 from fedbn_flwr.text import in_html, in_markdown
 from fedbn_flwr.trees import Json

@@ -13,7 +13,7 @@ from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import from_run_config
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.results.folder import default_out, out_folder
+from fedbn_flwr.results.folder.places import default_out, out_folder
 from tests.support.command import ROOT
 
 

@@ -19,7 +19,7 @@ from fedbn_flwr.commands import simulation
 from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import ROOT, fedbn
 from tests.support.network import wait_for
 from tests.support.runs import write_run
@@ -66,7 +66,7 @@ def test_an_error_of_the_system_without_a_file_keeps_its_traceback(monkeypatch: 
     def fail(*_: object) -> None:
         raise OSError(5000, "unheard of")
 
-    monkeypatch.setattr("fedbn_flwr.results.folder.default_folder", fail)
+    monkeypatch.setattr("fedbn_flwr.results.folder.places.default_folder", fail)
     with pytest.raises(OSError, match="unheard of"):
         cli.main(["status"])
 

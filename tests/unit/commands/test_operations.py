@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import STATES
 from tests.support.command import ROOT, commands_of
 from tests.support.runs import write_run

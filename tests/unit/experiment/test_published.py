@@ -13,7 +13,7 @@ import yaml
 from fedbn_flwr import cli
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_experiment
-from fedbn_flwr.results.folder import deciding
+from fedbn_flwr.results.folder.reader import deciding
 from tests.support.command import ROOT
 from tests.support.experiments import fault, read
 

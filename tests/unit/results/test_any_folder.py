@@ -28,8 +28,9 @@ from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages.arrays import configs_in, metrics_in
-from fedbn_flwr.results.folder import LINES, RunFolder
+from fedbn_flwr.results.folder.reader import LINES
 from fedbn_flwr.results.folder.summary import Summary
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs, read_state
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import DEFAULT

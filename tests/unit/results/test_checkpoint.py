@@ -15,8 +15,8 @@ from flwr.app import RecordDict
 from fedbn_flwr.errors import SettingsError, StorageError, UserError
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump
-from fedbn_flwr.results.folder import RunFolder
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile, Snapshot
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.storage import read_store
 from tests.support.records import content
 

@@ -14,9 +14,10 @@ import pytest
 from flwr.app import RecordDict
 
 from fedbn_flwr.engines.metered import Traffic
-from fedbn_flwr.results.folder import RunFolder, deciding
 from fedbn_flwr.results.folder.checkpoint import Snapshot
+from fedbn_flwr.results.folder.reader import deciding
 from fedbn_flwr.results.folder.summary import Summary
+from fedbn_flwr.results.folder.writer import RunFolder
 
 
 def begun() -> Summary:

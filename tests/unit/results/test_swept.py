@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 from PIL import Image
 
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import COLOURS, plot, sweeps_plot
 from fedbn_flwr.results.report.rows import Row, choose, group, sweeps

@@ -25,7 +25,7 @@ from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages.reply import partition_of
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.strategies import FixBN, Rule
 from tests.support.command import PATIENCE

@@ -51,7 +51,7 @@ from fedbn_flwr.extensions.secure.tests.attacks import (
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics_in, pack, unpack
 from fedbn_flwr.messages.serialization import dump
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord
 
 from fedbn_flwr.experiment.listeners.evaluate import Best
 from fedbn_flwr.experiment.listeners.listener import FinishedRound
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.tasks import CLASSIFICATION, REGRESSION, Task
 
 

@@ -9,7 +9,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 
 EXPERIMENT = """
 rounds: 2

@@ -9,7 +9,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.listeners.dynamics import SPREAD
-from fedbn_flwr.results.folder import RunFolder
+from fedbn_flwr.results.folder.writer import RunFolder
 
 EXPERIMENT = """
 rounds: 4

@@ -18,7 +18,8 @@ from fedbn_flwr.experiment.file.types import name_in
 from fedbn_flwr.experiment.listeners import track
 from fedbn_flwr.experiment.listeners.track import TrackedRun
 from fedbn_flwr.experiment.prepare import make_rule, prepare_run
-from fedbn_flwr.results.folder import RunFolder, deciding
+from fedbn_flwr.results.folder.reader import deciding
+from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import PATIENCE, ROOT
 from tests.support.experiments import fault, read
 from tests.support.network import wait_for

@@ -1,0 +1,180 @@
+"""Reads the files of a run folder; errors name the damaged file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+from fedbn_flwr.data import Moments
+from fedbn_flwr.errors import UserError
+from fedbn_flwr.storage import read_store
+from fedbn_flwr.trees import Draft, Json
+from fedbn_flwr.yaml_text import parse_yaml
+
+from .checkpoint import CheckpointFile
+from .clients import PartitionCounts
+from .files import check, damaged, parse, read_text
+from .lock import has_writer
+from .summary import Summary
+
+CLIENTS_DIGEST = "clients_digest"  # in a line of history.jsonl, of the round's line in clients.jsonl
+LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
+
+
+def digest_of(line: str) -> str:
+    """By which the lines of two runs differ, without their line break."""
+    return hashlib.sha256(line.encode()).hexdigest()[:16]
+
+
+def file_of(client: int) -> str:
+    """The file of what the server has made for this client alone, in a run whose clients have models of their own."""
+    return f"model-client-{client}.safetensors"
+
+
+class RunReader:
+    """A run, finished or not, as its folder has it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def config(self) -> Json:
+        """The resolved settings; empty if there is no file."""
+        file = self.path / "config.yaml"
+        if (text := read_text(file)) is None:
+            return {}
+        try:
+            found = parse_yaml(text)
+            if not isinstance(found, dict) or not found:
+                raise ValueError("it has no settings")
+            sections = dict.fromkeys(("published", "cell", "data"), Draft | None)
+            check(found, {**sections, "engine": Draft, "evaluate": Draft})
+        except ValueError as error:
+            raise damaged(file, str(error)) from None
+        return found
+
+    def end(self) -> Summary | None:
+        """The summary of a run that is finished, or that diverged, as it would again; None if it may continue."""
+        summary = self.readable_summary()
+        is_over = summary is not None and (summary.status == "finished" or summary.diverged_in is not None)
+        return summary if is_over else None
+
+    def partition(self) -> PartitionCounts | None:
+        """The examples of each client by class; None if the run doesn't know them."""
+        if (found := self.read("partition.json")) is None:
+            return None
+        counts = PartitionCounts(**{key.name: found[key.name] for key in fields(PartitionCounts)})
+        if any(len(row) != len(counts.classes) for row in counts.counts):
+            raise damaged(self.path / "partition.json", "a client's counts are not one for each class")
+        if len(counts.clients) not in (0, len(counts.counts)):
+            raise damaged(self.path / "partition.json", "its clients have neither a name each nor none")
+        return counts
+
+    def history(self) -> list[Json]:
+        return self.lines("history.jsonl")
+
+    def lines(self, name: str) -> list[Json]:
+        """The mappings in a .jsonl file, one for each round; empty if there is no file."""
+        file = self.path / name
+        *lines, _ = (read_text(file) or "").split("\n")  # what follows the last line break was cut off by a crash
+        known = {line["round"]: line.get(CLIENTS_DIGEST) for line in self.history()} if name == "clients.jsonl" else {}
+        found: list[Json] = []
+        for number, text in enumerate(lines, start=1):
+            line = parse(text, file, number)
+            if found and line["round"] <= found[-1]["round"]:
+                raise damaged(file, f"round {line['round']} follows round {found[-1]['round']}", number)
+            if known.get(line["round"]) not in (None, digest_of(text)):
+                raise damaged(file, f"round {line['round']} is not the one in history.jsonl, of another run", number)
+            found.append(line)
+        return found
+
+    def read(self, name: str) -> Json | None:
+        """The content of a .json file; None if there is none."""
+        text = read_text(self.path / name)
+        return None if text is None else parse(text, self.path / name)
+
+    def summary(self) -> Summary | None:
+        """None if there is none."""
+        found = self.progress()
+        return found and found[0]
+
+    def readable_summary(self) -> Summary | None:
+        """None if there is none or it is damaged: a run that begins or continues writes it again."""
+        with suppress(UserError):
+            return self.summary()
+        return None
+
+    def error_since(self, began: str) -> str | None:
+        """Why the run failed, if that was at this time or later (`time_stamp`)."""
+        summary = self.readable_summary()
+        return summary.error if summary is not None and summary.began >= began else None
+
+    def progress(self) -> tuple[Summary, list[Json]] | None:
+        """The summary and the lines of history.jsonl; None if there is no summary.
+
+        A process that was killed, or had a full disk, has left the status "running": its lock has ended.
+        """
+        if (content := self.read("summary.json")) is None:
+            return None
+        history = self.history()  # a run that is running writes it before the summary
+        try:
+            summary = Summary.from_json(content, history)
+        except (ValueError, TypeError) as error:
+            raise damaged(self.path / "summary.json", str(error)) from None
+        if summary.status == "running" and has_writer(self.path) is False:
+            summary.status = "interrupted"
+        return summary, history
+
+    def token(self) -> str:
+        """The run's token, under which nodes store their state."""
+        return str((self.read("environment.json") or {})["token"])
+
+    def model_description(self) -> Json:
+        """How to build the network and to normalise its examples."""
+        if (found := self.read("model.json")) is None:
+            raise UserError(f"{str(self.path)!r} has no model.json")
+        return found
+
+    def moments(self) -> Moments:
+        """The moments by which the run normalises examples."""
+        known = self.model_description()["normalise"]
+        return tuple(known["mean"]), tuple(known["std"])
+
+    def units(self) -> Moments | None:
+        """The moments of the regression targets, if the run scales them."""
+        known = self.model_description().get("targets")
+        return None if known is None else (tuple(known["mean"]), tuple(known["std"]))
+
+    def agreed(self) -> Moments:
+        """The moments of inputs and targets together, as sites agree on them."""
+        (means, deviations), units = self.moments(), self.units() or ((), ())
+        return means + units[0], deviations + units[1]
+
+    def promises(self) -> dict[str, float]:
+        """What the strategy has spent with the rounds that began; empty if none did."""
+        file = self.path / "promises"
+        store = read_store(file) if file.exists() else {"promises": b"{}"}
+        if "promises" not in store:  # an intact file of another kind, such as the checkpoint
+            raise damaged(file, f"it has the entries {', '.join(store)[:200]}")
+        found: dict[str, float] = json.loads(store["promises"])
+        return found
+
+    @property
+    def checkpoint(self) -> CheckpointFile:
+        return CheckpointFile(self.path / "checkpoint")
+
+
+# Settings of the engine that may differ when a run is resumed, because they do not affect results.
+_FREE = ("workers", "timeout", "node_timeout", "checkpoint_every")
+
+
+def deciding(config: Json) -> Json:
+    """The settings that affect results."""
+    engine = {key: value for key, value in config.get("engine", {}).items() if key not in _FREE}
+    evaluate = {key: value for key, value in config.get("evaluate", {}).items() if key != "dynamics"}
+    if evaluate.get("clients") == "own":  # which only adds metrics, when a run that personalises joins the experiment
+        evaluate["clients"] = None
+    rest = {key: value for key, value in config.items() if key not in ("track", "published", "cell", "size")}
+    return {**rest, "engine": engine, "evaluate": evaluate}
