@@ -46,7 +46,7 @@ from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers, of_roles, split
 from fedbn_flwr.norms.statistics import MomentRecorder
-from fedbn_flwr.server.hooks import Question, Round, Traits
+from fedbn_flwr.server.traits import Question, Round, Traits
 
 from .fedbn import FedBN
 
@@ -86,7 +86,7 @@ class FedAP(FedBN):
     ) -> None:
         super().__init__(**options)
         self.own_share, self.warmup_rounds = own_share, warmup_rounds
-        if warmup_rounds and not self.traits.returned:
+        if warmup_rounds and not self.traits.sent_back:
             raise SettingsError(
                 f"global_norm is 'initial' and warmup_rounds {warmup_rounds}, but the statistics are measured under "
                 "the global model, whose batch norm would not suit its weights; use warmup_rounds=0 or 'average'"
@@ -107,7 +107,7 @@ class FedAP(FedBN):
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         for reply in replies if round.number > self.warmup_rounds else ():
-            _, sent = split(reply.arrays, self.traits.stays(reply.arrays))
+            _, sent = split(reply.arrays, self.traits.local_keys(reply.arrays))
             self.memory.models[self.roster.client(reply.message.metadata.src_node_id)] = sent
 
 

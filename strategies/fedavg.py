@@ -15,11 +15,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Never
+from typing import Annotated, Literal, Never
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import seeding
@@ -28,20 +27,20 @@ from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import metrics_in, record_of
-from fedbn_flwr.messages.reply import Reply, metrics_of, number_problem
-from fedbn_flwr.messages.votes import common_metrics
+from fedbn_flwr.messages.metrics import mean_of_metrics
+from fedbn_flwr.messages.protocol import Config
+from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
-from fedbn_flwr.server.base import BaseStrategy
 from fedbn_flwr.server.bounds import InfluenceBounds, refuse_bounds
-from fedbn_flwr.server.hooks import Config, Json, Round, Traits, mean_is_enough
-from fedbn_flwr.server.questions import ask_for_partitions, connected
-from fedbn_flwr.server.round import Rule, evaluation_round
+from fedbn_flwr.server.rule import Base, Rule
+from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
+from fedbn_flwr.trees import Json
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]
 
 
-class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
+class FedAvg(Base, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
     It takes the arguments of Flower's FedAvg and the following ones.
@@ -88,7 +87,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
     ) -> None:
         if options:
             raise _unknown_argument(type(self), next(iter(options)))
-        BaseStrategy.__init__(self)
+        Base.__init__(self)
         FlowerFedAvg.__init__(
             self, fraction_train, fraction_evaluate, min_train_nodes, min_evaluate_nodes, min_available_nodes,
             weighted_by_key, arrayrecord_key, configrecord_key,
@@ -100,9 +99,9 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
             raise SettingsError(f"kept has {wrong[0]!r}; expected names without commas, one for each entry of the list")
         self._declared = self.traits | Traits(
             pooled=statistics == "pooled",
-            kept=frozenset({*self.kept, Role.COUNTER} if self.kept else ()),
-            returned=global_kept == "average",
-            client_memory="their own arrays" if self.kept else None,
+            local=frozenset({*self.kept, Role.COUNTER} if self.kept else ()),
+            sent_back=global_kept == "average",
+            client_memory=("their own arrays",) if self.kept else (),
             own_models=type(self).sent_to is not FedAvg.sent_to,
         )
         self.traits = self._declared
@@ -111,14 +110,14 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
             self.breaks = {**self.breaks, "mean": "compares the replies of single clients (bounds)"}
         if self.traits.own_models:
             self.breaks = {**self.breaks, "mean": "sends each client a model of its own"}
-        refuse_bounds(self, self.bounds)
+        refuse_bounds(str(self), self.traits, self.bounds)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
         if self.traits | self._declared != self.traits:
-            raise SettingsError(f"{self} has lost traits of its base; in __init__, write self.traits |= Traits(...)")
+            raise SettingsError(f"{self}.__init__ replaces self.traits; extend them: self.traits |= Traits(...)")
         if self.kept:
-            self._check_kept(roles(arrays), self.traits.stays(arrays))
+            self._check_kept(roles(arrays), self.traits.local_keys(arrays))
 
     def _check_kept(self, role_of: Mapping[str, Role], stays: Collection[str]) -> None:
         """Raise SettingsError unless each name has arrays of the model, and something is left."""
@@ -139,19 +138,16 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
 
     def train_messages(self, round: Round) -> list[Message]:
         nodes = self._choose(round, self.fraction_train, self.min_train_nodes, "train")
-        more = {protocol.RETURN: True} if self.traits.kept and self.traits.returned else {}
+        more = {protocol.RETURN: True} if self.traits.local and self.traits.sent_back else {}
         return self.messages_to(nodes, MessageType.TRAIN, round, more)
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        round = evaluation_round(self, server_round, arrays, config, grid)
+    def evaluate_messages(self, round: Round) -> list[Message]:
         nodes = self._choose(round, self.fraction_evaluate, self.min_evaluate_nodes, "evaluate")
         return self.messages_to(nodes, MessageType.EVALUATE, round)
 
     def sent(self, arrays: ArrayRecord) -> ArrayRecord:
         """The arrays of the global model that clients receive: all except those that stay on the client."""
-        return record_of(split(arrays, self.traits.stays(arrays))[1]) if self.traits.kept else arrays
+        return record_of(split(arrays, self.traits.local_keys(arrays))[1]) if self.traits.local else arrays
 
     def sent_to(self, client: int, arrays: ArrayRecord) -> ArrayRecord:
         """What one client receives, to train and to be evaluated; by default `arrays`, what `sent` returns.
@@ -165,7 +161,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         self, nodes: Iterable[int], kind: str, round: Round, more: Config = MappingProxyType({})
     ) -> list[Message]:
         """A message of this kind to each node: the model that it receives, and the config with `more` keys."""
-        if kept := self.traits.kept:  # a client must not return counters that the server lacks
+        if kept := self.traits.local:  # a client must not return counters that the server lacks
             lacking = {Role.COUNTER} - {*roles(round.arrays).values()}
             more = {protocol.KEPT: protocol.join(kept - lacking), **more}
         # A new record, since Flower passes the same object in every round.
@@ -184,10 +180,10 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
         if fraction == 0.0:
             return []
         roster = self.roster
-        nodes = connected(self, round.grid, least)
+        nodes = self.connected(round.grid, least)
         count = _share(len(nodes), fraction, least)
         if count < len(nodes) or self.traits.own_models or roster.absent(nodes):
-            ask_for_partitions(self, round, nodes)
+            self.ask_for_partitions(round, nodes)
         for name in roster.absent(nodes):
             LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, name)
         nodes = sorted(nodes, key=roster.position)
@@ -202,7 +198,7 @@ class FedAvg(BaseStrategy, Rule, FlowerFedAvg):
     # --- receiving ---
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
-        expected = split(sent, self.traits.stays(sent))[1] if self.traits.unsent else None
+        expected = split(sent, self.traits.local_keys(sent))[1] if self.traits.never_sent else None
         return number_problem(reply.metrics, self.weighted_by_key) or arrays_problem(reply.arrays, sent, expected)
 
     def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
@@ -232,21 +228,6 @@ def _content_of(reply: Reply) -> RecordDict:
     """The content of a reply, with the metrics that `accepted` may have replaced."""
     name = next(iter(metrics_in(reply.message.content)))
     return RecordDict({**reply.message.content, name: MetricRecord({**reply.metrics})})
-
-
-def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
-    """The mean of each metric that is one number in all replies, without identifiers and numbers of examples."""
-    records = common_metrics([metrics_of(content) for content in contents])
-    left_out = {protocol.PARTITION, protocol.BATCH_EXAMPLES}
-    left_out |= {name for name in records[0] if name.endswith(protocol.NUM_EXAMPLES)}  # for other test sets too
-    weights: list[Any] = [record[key] for record in records]
-    if not (total := sum(weights)):
-        return MetricRecord()  # all weights are zero, so there is no mean
-    means: dict[str, Any] = dict.fromkeys((name for name in records[0] if name not in {*left_out, key}), 0)
-    for record, weight in zip(records, weights, strict=True):
-        for name in means:
-            means[name] += record[name] * (weight / total)
-    return MetricRecord(means)
 
 
 def _share(nodes: int, fraction: float, least: int) -> int:

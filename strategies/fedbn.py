@@ -14,13 +14,15 @@ from typing import Any, Literal
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.norms.roles import Role
-from fedbn_flwr.server.hooks import Json, Traits, require_norm
+from fedbn_flwr.server.rule import require_norm
+from fedbn_flwr.server.traits import Traits
+from fedbn_flwr.trees import Json
 
 from .fedavg import FedAvg
 
 
 class LocalNorm(FedAvg):
-    """FedAvg over all arrays except those of the roles `traits.kept`, which stay on the client.
+    """FedAvg over all arrays except those of the roles `traits.local`, which stay on the client.
 
     A model without these roles raises an error, since training would be plain FedAvg. The subclasses describe
     `global_norm`, which is also about arrays that stay by FedAvg's `kept`.
@@ -32,7 +34,7 @@ class LocalNorm(FedAvg):
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
-        norm_roles = type(self).traits.kept & {Role.AFFINE, Role.STATISTICS}
+        norm_roles = type(self).traits.local & {Role.AFFINE, Role.STATISTICS}
         words = " and ".join(sorted(norm_roles))
         require_norm(self, {*map(Role, norm_roles)}, arrays, f"keeps batch norm ({words}) on the clients")
 
@@ -53,4 +55,6 @@ class FedBN(LocalNorm):
         server never sends batch norm: a new client begins with the batch norm of a newly built model.
     """
 
-    traits = Traits(client_memory="their own batch norm", kept=frozenset({Role.AFFINE, Role.STATISTICS, Role.COUNTER}))
+    traits = Traits(
+        client_memory=("their own batch norm",), local=frozenset({Role.AFFINE, Role.STATISTICS, Role.COUNTER})
+    )

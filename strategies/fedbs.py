@@ -24,8 +24,10 @@ import numpy as np
 from annotated_types import Ge
 
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import Reply, number_problem
-from fedbn_flwr.server.hooks import Config, Json, Round
+from fedbn_flwr.server.traits import Round
+from fedbn_flwr.trees import Json
 
 from .fedavg import FedAvg
 from .fedprox import PROXIMAL_MU

@@ -31,10 +31,10 @@ from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages.aggregate import MOST_TIMES, Arrays, cast
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.protocol import Metrics
+from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.server.hooks import Config, Round, Traits
+from fedbn_flwr.server.traits import Round, Traits
 
 from .fedavg import FedAvg
 from .fedprox import PROXIMAL_MU
@@ -99,7 +99,7 @@ class FedNova(FedAvg):
         scale = math.fsum(of_steps) / math.fsum(weights)
         model, x = dict(super().combine(round, replies, weights)), unpack(round.arrays)
         mean = super().combine(round, replies, of_steps)  # sum_i w_i x_i / sum_i w_i
-        own = self.traits.stays(x)  # each client's own arrays: they are not changes of x
+        own = self.traits.local_keys(x)  # each client's own arrays: they are not changes of x
         for key, role in roles(model).items():
             if role in TRAINED and key not in own and model[key].dtype.kind == "f":
                 before = x[key].astype(np.float64)

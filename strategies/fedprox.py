@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from annotated_types import Ge
 
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, add_, clone, sub
-from fedbn_flwr.server.hooks import Config, Round
+from fedbn_flwr.messages.protocol import Config
+from fedbn_flwr.server.traits import Round
 
 from .fedavg import FedAvg
 

@@ -34,7 +34,8 @@ from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import MEASURING, Batch, ClientRule, Key, LocalRound
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
-from fedbn_flwr.server.hooks import Config, Question, Round, Traits
+from fedbn_flwr.messages.protocol import Config
+from fedbn_flwr.server.traits import Question, Round, Traits
 from fedbn_flwr.server.wrapper import Wrapper
 
 DRAWN = "fedbn.inputs-drawn"
@@ -56,7 +57,7 @@ class FedRDN(Wrapper):
     """
 
     traits = Traits(
-        client_memory="mean and deviation of their inputs",
+        client_memory=("mean and deviation of their inputs",),
         own_inputs=(OWN,),
         measured=("mean and deviation of its inputs, once, for all clients",),
     )

@@ -24,8 +24,9 @@ from torch import nn
 from fedbn_flwr.client.rule import Batch, ClientRule, Key
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.norms.roles import LAST, split
-from fedbn_flwr.server.hooks import Config, Round
+from fedbn_flwr.server.traits import Round
 
 from .fedavg import FedAvg, Names
 

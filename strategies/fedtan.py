@@ -33,8 +33,10 @@ from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import total_weight, weighted_mean
 from fedbn_flwr.messages.arrays import variance_keys
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.norms.roles import Role
-from fedbn_flwr.server.hooks import Config, Round, Traits, mean_is_enough, require_norm
+from fedbn_flwr.server.rule import require_norm
+from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
 
 from .fedavg import FedAvg
 from .fixbn import FixBN, LastFree, frozen_roles
@@ -127,12 +129,12 @@ class FedTAN(FedAvg):
             step: int, contributions: Mapping[int, Contribution], problems: Sequence[tuple[int, str]]
         ) -> Sequence[int]:
             partitions = {node: contribution.partition for node, contribution in contributions.items()}
-            self.asked, _ = self.roster.admit(named(step), self.asked, partitions, problems)
-            return self.asked.nodes
+            self.training.admit(named(step), partitions, problems)
+            return self.training.nodes
 
         return run_exchanges(
             carrier,
-            self.asked.nodes,
+            self.training.nodes,
             admit,
             lambda step, contributions: self.agree(named(step), contributions),
             self.bounds.outliers if self.bounds else None,
@@ -235,8 +237,8 @@ class FedTANII(FixBN):
         M, a number of rounds as an int or a fraction of all rounds as a float.
     """
 
-    inner = FedTAN
+    wraps = FedTAN
     argument = "fedtan_rounds"
 
     def __init__(self, *, fedtan_rounds: LastFree = 0.1, **options: Any) -> None:
-        super().__init__(self.inner(**options), freeze_round=fedtan_rounds)
+        super().__init__(self.wraps(**options), freeze_round=fedtan_rounds)

@@ -17,7 +17,8 @@ from annotated_types import Ge
 from torch import Tensor, nn
 
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
-from fedbn_flwr.server.hooks import Config, Round
+from fedbn_flwr.messages.protocol import Config
+from fedbn_flwr.server.traits import Round
 
 from .fedavg import FedAvg
 

@@ -46,14 +46,16 @@ from fedbn_flwr.errors import MessageError, SettingsError, log_once
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, pooled_mean
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.protocol import Metrics
+from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.distances import distances, statistics_in
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, of_roles, split
 from fedbn_flwr.norms.statistics import MomentRecorder
-from fedbn_flwr.server.hooks import Config, Json, Round, Traits, mean_is_enough, require_norm
+from fedbn_flwr.server.rule import require_norm
+from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
 from fedbn_flwr.server.wrapper import Wrapper
+from fedbn_flwr.trees import Json
 
 FREEZE = "fedbn.freeze"
 MOMENTS = "fedbn.moments"
@@ -143,7 +145,7 @@ class FixBN(Wrapper):
         words = f"refresh is {self.refresh}, which moves frozen statistics towards those of the clients' batches"
         if Role.STATISTICS not in self.freeze:
             raise SettingsError(f"{words}, but freeze has only 'affine'; add 'statistics'")
-        if Role.STATISTICS in self.traits.kept:
+        if Role.STATISTICS in self.traits.local:
             raise SettingsError(f"{words}, but with {self.chain[1]} statistics stay on the clients; leave one out")
         if self.traits.min_batch:
             raise SettingsError(f"{words}, but {self.base} exchanges those of a round's first step; leave one out")
@@ -176,7 +178,7 @@ class FixBN(Wrapper):
         require_norm(
             self, self.freeze | {Role.STATISTICS}, arrays, "freezes batch norm", instead="the base strategy alone"
         )
-        if Role.STATISTICS in self.traits.unsent:
+        if Role.STATISTICS in self.traits.never_sent:
             raise SettingsError(
                 f"freeze_round is {dict(given)}, but with {self.chain[1]} clients send no running statistics whose "
                 "changes could be measured; give freeze_round as a round (an int) or a fraction (a float)"
@@ -240,7 +242,7 @@ class FixBN(Wrapper):
         """The arrays that are frozen in the round, without a client's own arrays (FedBN)."""
         if self._is_free(round):
             return {}
-        shared = split(unpack(round.arrays), self.traits.stays(round.arrays))[1]
+        shared = split(unpack(round.arrays), self.traits.local_keys(round.arrays))[1]
         frozen = self.freeze - ({Role.STATISTICS} if self.refresh else set())
         return of_roles(shared, frozen)
 
@@ -250,7 +252,7 @@ class FixBN(Wrapper):
         mu <- rate sum_k p_k mu_k + (1 - rate) mu,  v <- rate sum_k p_k (v_k + (mu_k - mu)^2) + (1 - rate) v
         """
         rate = 1.0 if self._is_free(round) else self.refresh or 0.0
-        shared = split(unpack(round.arrays), self.traits.stays(round.arrays))[1]
+        shared = split(unpack(round.arrays), self.traits.local_keys(round.arrays))[1]
         sent = of_roles(shared, {Role.STATISTICS})
         cohort = [{key: reply.arrays[key].astype(np.float64) for key in sent} for reply in replies]
         pooled = pooled_mean(cohort, weights)

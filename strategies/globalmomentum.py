@@ -20,11 +20,10 @@ from torch.optim import SGD
 from fedbn_flwr.client.rule import KeepOptimizerState, Key, Memo, Tensors
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
-from fedbn_flwr.messages.protocol import Metrics
+from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
-from fedbn_flwr.server.bounds import refuse_bounds
-from fedbn_flwr.server.hooks import Config, Round, Traits, mean_is_enough
+from fedbn_flwr.server.traits import Record, Round, Traits, mean_is_enough
 from fedbn_flwr.server.wrapper import Wrapper
 
 MOMENTUM = "fedbn.momentum"
@@ -43,12 +42,11 @@ class GlobalMomentum(Wrapper):
         momentum: Arrays = field(default_factory=dict)  # empty before the first round
 
     memory: Memory
-    traits = Traits(steps=frozenset({"momentum"}), records={MOMENTUM_RECORD: False})
+    traits = Traits(steps=frozenset({"momentum"}), records={MOMENTUM_RECORD: Record()})
 
     def __init__(self, strategy: Strategy) -> None:
         words = "averages with the weights of its base; wrap one of fedbn_flwr.strategies, for instance"
         super().__init__(strategy, {"weights": f"GlobalMomentum {words} GlobalMomentum(FedAvg())"})
-        refuse_bounds(self, self.base.bounds)
 
     def config(self, round: Round) -> Config:
         return {MOMENTUM: True}

@@ -34,13 +34,14 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_mean
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.protocol import Metrics
+from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key_of, of_roles, roles
 from fedbn_flwr.norms.statistics import MomentRecorder
 from fedbn_flwr.norms.variants import HybridBatchNorm
-from fedbn_flwr.server.hooks import Config, Json, Round, Traits
+from fedbn_flwr.server.traits import Round, Traits
+from fedbn_flwr.trees import Json
 
 from .fedavg import FedAvg
 from .heterobn import with_measured_statistics
@@ -67,7 +68,7 @@ class HBN(FedAvg):
     breaks = dict.fromkeys(
         ("mean", "pooled"), "weights statistics by the sizes of the batches that they were measured on"
     )
-    traits = Traits(client_memory="their own alpha")
+    traits = Traits(client_memory=("their own alpha",))
 
     def __init__(
         self,

@@ -20,8 +20,7 @@ from fedbn_flwr.messages.aggregate import Arrays, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import NORM_STATE, roles
-from fedbn_flwr.server.hooks import Round
-from fedbn_flwr.server.questions import connected
+from fedbn_flwr.server.traits import Round
 
 from .fedavg import FedAvg
 
@@ -61,14 +60,14 @@ def with_measured_statistics(
     rule: FedAvg, round: Round, mean: Callable[[Iterable[Arrays], Sequence[float]], Arrays]
 ) -> ArrayRecord:
     """The global model with the mean of the statistics that all clients measure on their data under it."""
-    queries = rule.messages_to(connected(rule, round.grid), protocol.STATISTICS_QUERY, round)
-    what, asked = f"round {round.number}, statistics", rule.asked_by(queries, round.arrays)
+    queries = rule.messages_to(rule.connected(round.grid), protocol.STATISTICS_QUERY, round)
+    what, poll = f"round {round.number}, statistics", rule.poll_of(queries, round.arrays)
 
     def problem(reply: Reply) -> str | None:
         role_of = roles({**round.arrays, **reply.arrays})
         wrong = [key for key in reply.arrays if role_of[key] not in NORM_STATE]
         return f"it sent {wrong[0]!r}; expected only statistics of batch norm" if wrong else None
 
-    _, replies = rule.answers_to(round, what, queries, asked, problem)
+    replies = rule.query(round, what, poll, queries, problem)
     weights = rule.bound_weights(what, [float(reply.metrics[protocol.NUM_EXAMPLES]) for reply in replies])
     return record_of({**round.arrays, **pack(mean((reply.arrays for reply in replies), weights))})

@@ -28,8 +28,9 @@ from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_mean, weighted_me
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import NORM_STATE, Role, of_roles
-from fedbn_flwr.server.hooks import Json, Round, mean_is_enough
+from fedbn_flwr.server.traits import Round, mean_is_enough
 from fedbn_flwr.server.wrapper import Wrapper
+from fedbn_flwr.trees import Json
 
 
 class MeanStatistics(Wrapper):
@@ -52,7 +53,7 @@ class MeanStatistics(Wrapper):
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "pooled", "median"] = "mean") -> None:
         super().__init__(strategy)
-        if Role.STATISTICS in self.traits.unsent:
+        if Role.STATISTICS in self.traits.never_sent:
             raise SettingsError(
                 f"MeanStatistics has nothing to combine: with this {strategy}, clients do not send batch norm's "
                 f"statistics. Use {strategy} without it"

@@ -13,26 +13,26 @@ Choices that the paper leaves open:
 - x is averaged by number of examples, as in FedAvg; the paper has equal weights and a server step size of 1.
 - Only parameters have control variates. Statistics of batch norm have no gradient and are averaged like the rest of x.
   Parameters that stay on a client have none either, because they are not averaged.
-- If a client has lost its c_i, the server cannot subtract it from c: c and all c_i begin at zero again.
+- The server keeps every c_i, so that it can take one out of c if the client has lost it. Under secure aggregation it
+  has only means: if all replies of a round report a loss, as the mean does there, every c_i begins at zero again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from flwr.app import Message
 
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, add_
-from fedbn_flwr.errors import LOG
+from fedbn_flwr.errors import LOG, log_once
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays, weighted_mean
-from fedbn_flwr.messages.protocol import Metrics
+from fedbn_flwr.messages.aggregate import Array, Arrays
+from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply, with_config
 from fedbn_flwr.models.tensors import copied, tensor_like
-from fedbn_flwr.server.hooks import Config, Round, Traits, mean_is_enough
-from fedbn_flwr.server.questions import ask_for_partitions
+from fedbn_flwr.server.traits import Record, Round, Traits, mean_is_enough
 
 from .fedavg import FedAvg
 
@@ -48,12 +48,12 @@ class Scaffold(FedAvg):
     The arguments are FedAvg's.
     """
 
-    traits = Traits(client_memory="their control variates", records={CONTROL_RECORD: True})
+    traits = Traits(client_memory=("their control variates",), records={CONTROL_RECORD: Record(equal_weights=True)})
 
     @dataclass
     class Memory(FedAvg.Memory):
-        control: dict[str, Array] = field(default_factory=dict)  # sum of all c_i; empty before the first round: zero
-        added: dict[int, int] = field(default_factory=dict)  # by client, the round whose c_i is in the sum
+        controls: dict[int, Arrays] = field(default_factory=dict)  # c_i, by client; zero without an entry
+        added: dict[int, int] = field(default_factory=dict)  # by client, the round that its c_i is from
 
     memory: Memory
 
@@ -65,12 +65,12 @@ class Scaffold(FedAvg):
         known = {number[node] for node in connected if node in number}
         # N: clients may join, be away, or have another node id since a restart.
         total = max(len(connected), len(known.union(self.memory.added)), 1)
-        return {CONTROL_RECORD: {key: control / total for key, control in self.memory.control.items()}}
+        return {CONTROL_RECORD: {key: control / total for key, control in total_of(self.memory.controls).items()}}
 
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         added = self.memory.added
         if added:  # a client may be back under another node id
-            ask_for_partitions(self, round, self.asked.nodes)
+            self.ask_for_partitions(round, self.training.nodes)
         return [
             with_config(message, {CONTROL_ROUND: added.get(self.roster.client(message.metadata.dst_node_id), 0)})
             for message in messages
@@ -78,24 +78,35 @@ class Scaffold(FedAvg):
 
     @mean_is_enough
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
-        """Line 17: N c <- N c + sum_i (c_i+ - c_i)"""
-        memory, clients = self.memory, {reply.message.metadata.src_node_id: reply for reply in replies}
+        """c_i <- c_i+, and so line 17: N c <- N c + sum_i (c_i+ - c_i)"""
+        memory, nodes = self.memory, [reply.message.metadata.src_node_id for reply in replies]
+        clients = dict(zip(nodes, map(self.roster.client, nodes), strict=True))
         lost = [
-            self.roster.name(node)
-            for node, reply in clients.items()
-            if reply.metrics.get(CONTROL_LOST) and self.roster.client(node) in memory.added
+            node
+            for node, reply in zip(nodes, replies, strict=True)
+            if reply.metrics.get(CONTROL_LOST) and clients[node] in memory.added
         ]
-        if lost:
-            memory.control, memory.added = {}, {}
-            words = "round %d: all control variates begin at zero again, since %s lost the state with theirs"
-            LOG.warning(words, round.number, ", ".join(lost))
+        if len(lost) == len(replies):
+            memory.controls, memory.added = {}, {}
+            words = "round %d: all control variates begin at zero again, since the clients report that one was lost"
+            LOG.warning(words, round.number)
             return
-        mean = weighted_mean((reply.records[CONTROL_RECORD] for reply in replies), [1.0] * len(replies))
-        memory.added |= dict.fromkeys(map(self.roster.client, clients), round.number)
-        before, count = memory.control, len(replies)
-        memory.control = before | {
-            key: (before.get(key, 0.0) + count * change).astype(change.dtype) for key, change in mean.items()
-        }
+        for node in lost:
+            del memory.controls[clients[node]]
+            log_once(f"{self.roster.name(node)} has lost its control variate, which begins at zero again")
+        for node, reply in zip(nodes, replies, strict=True):
+            own = memory.controls.get(clients[node], {})
+            changed = {key: own.get(key, 0) + value for key, value in reply.records[CONTROL_RECORD].items()}
+            memory.controls[clients[node]] = {**own, **changed}
+            memory.added[clients[node]] = round.number
+
+
+def total_of(controls: Mapping[int, Arrays]) -> dict[str, Array]:
+    """sum_i c_i, in the order of clients."""
+    total: dict[str, Array] = {}
+    for client in sorted(controls):
+        total |= {key: total.get(key, 0) + value for key, value in controls[client].items()}
+    return total
 
 
 class ScaffoldClient(ClientRule):

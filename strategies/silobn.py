@@ -8,7 +8,7 @@ reestimated` evaluates the global model in this way.
 from __future__ import annotations
 
 from fedbn_flwr.norms.roles import NORM_STATE
-from fedbn_flwr.server.hooks import Traits
+from fedbn_flwr.server.traits import Traits
 
 from .fedbn import LocalNorm
 
@@ -26,4 +26,4 @@ class SiloBN(LocalNorm):
         server never sends statistics: a new client begins with the statistics of a newly built model.
     """
 
-    traits = Traits(client_memory="their own statistics of batch norm", kept=NORM_STATE)
+    traits = Traits(client_memory=("their own statistics of batch norm",), local=NORM_STATE)

@@ -9,7 +9,7 @@ client.)
 from __future__ import annotations
 
 from fedbn_flwr.norms.roles import Role
-from fedbn_flwr.server.hooks import Traits
+from fedbn_flwr.server.traits import Traits
 
 from .fedavg import FedAvg
 
@@ -20,4 +20,4 @@ class Standalone(FedAvg):
     The arguments are FedAvg's, except `bounds` and `kept`.
     """
 
-    traits = Traits(client_memory="their models", kept=frozenset(Role), returned=False)
+    traits = Traits(client_memory=("their models",), local=frozenset(Role), sent_back=False)

@@ -83,7 +83,7 @@ def compared() -> Table:
     rows: list[Row] = []
     for name in names:
         rule = as_rule(build_strategy({"name": name}, client_learning_rate=0.1))
-        takes_base = isinstance(rule, Wrapper) and rule.inner is None
+        takes_base = isinstance(rule, Wrapper) and rule.wraps is None
         stays = "as inside" if takes_base else kept(rule.traits)
         link = f"[{name}](strategies/{page_of(name)}.md)"
         rows.append((link, in_a_line(name), stays, more(rule), needs(rule), None))
@@ -91,14 +91,14 @@ def compared() -> Table:
 
 
 def kept(traits: Traits) -> str:
-    stored = (traits.client_memory or "").removeprefix("their ")
+    stored = " and ".join(traits.client_memory).removeprefix("their ")
     return local(traits) or STORED.get(stored, stored)
 
 
 def local(traits: Traits) -> str:
     """What each client has its own values of."""
     return (
-        "the model" if not traits.has_global_model else ", ".join(WORDS[role] for role in WORDS if role in traits.kept)
+        "the model" if not traits.has_global_model else ", ".join(WORDS[role] for role in WORDS if role in traits.local)
     )
 
 
@@ -124,7 +124,7 @@ def needs(rule: Rule) -> str:
     rule.begin(10, tracking)
     round, traits = Round(10, tracking, ConfigRecord(), cast(Grid, None)), rule.traits
     configs = (each.config(round) for each in rule.chain if str(each) not in OTHERS)  # FedRDN asks its grid
-    if traits.kept or any(key.startswith("fedbn.") for config in configs for key in config):
+    if traits.local or any(key.startswith("fedbn.") for config in configs for key in config):
         found.append("`BNClient`")
     found += [STEPS[kind] for kind in sorted(traits.steps)]
     found += [f"batches of {traits.min_batch} or more"] if traits.min_batch else []

@@ -143,11 +143,13 @@ def leaves() -> Table:
     for name in STRATEGIES:
         traits = describe(name).traits
         sends = "in a sum" if name == "Secure" else "yes"
-        sent = [sends if role not in traits.kept else "by default" if traits.returned else "no" for role in _TRAVELLING]
+        sent = [
+            sends if role not in traits.local else "by default" if traits.sent_back else "no" for role in _TRAVELLING
+        ]
         if getattr(class_of(name), "without_statistics", None):
             sent[_TRAVELLING.index(Role.STATISTICS)] = "none"
-        besides = "; ".join([*traits.besides, *_queried(name)]) or "nothing"
-        rows.append((f"`{name}`", *sent, besides, traits.client_memory or "nothing"))
+        besides = "; ".join([*traits.also_sent, *_queried(name)]) or "nothing"
+        rows.append((f"`{name}`", *sent, besides, " and ".join(traits.client_memory) or "nothing"))
     return ("strategy", "weights", "gamma, beta", "running statistics", "also sends", "stored for each client"), rows
 
 

@@ -73,19 +73,15 @@ def names() -> dict[str, list[str]]:
 
     from fedbn_flwr.client.rule import ClientRule, LocalRound
     from fedbn_flwr.messages.reply import Reply
-    from fedbn_flwr.strategies import Question, Round, Rule, Traits
+    from fedbn_flwr.strategies import Question, Record, Round, Rule, Traits
 
     def of(kind: type, base: type = object) -> list[str]:
         own: dict[str, Any] = {**getattr(kind, "__annotations__", {}), **vars(kind)}
         return [name for name in own if not name.startswith("_") and not hasattr(base, name)]
 
-    fields = {each.__name__: fields_of(each) for each in (Traits, Round, Question)}
+    fields = {each.__name__: fields_of(each) for each in (Traits, Record, Round, Question)}
     rest = {each.__name__: of(each) for each in (Reply, ClientRule, LocalRound)}
-    # No author calls or overrides what a server of Flower's old API calls.
-    of_rule = [
-        name for kind in (*Rule.__bases__, Rule) for name in of(kind, Strategy) if name != "initialize_parameters"
-    ]
-    return {"Rule": of_rule, "Memory": fields_of(Rule.Memory), **fields, **rest}
+    return {"Rule": of(Rule, Strategy), "Memory": fields_of(Rule.Memory), **fields, **rest}
 
 
 def fields_of(kind: Any) -> list[str]:

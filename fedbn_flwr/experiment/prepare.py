@@ -26,7 +26,7 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.summary import is_taken
-from fedbn_flwr.strategies import Rule, as_rule, broken
+from fedbn_flwr.strategies import Rule, as_rule, broken_guarantees
 from fedbn_flwr.tasks import Task
 from fedbn_flwr.trees import Tree
 
@@ -82,7 +82,7 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
         try_model(run, parts.model, parts.shape, parts.device)
         check_training(parts)
     rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # raises an error for a model that does not suit it
-    stays = rule.traits.stays(parts.model.state_dict())
+    stays = rule.traits.local_keys(parts.model.state_dict())
     if stays and (problem := ModelTensors(parts.model).form.kept_problem(stays)):
         raise SettingsError(f"strategy {strategy_name(run.strategy)}: {problem}")
     return parts
@@ -103,7 +103,12 @@ def make_rule(run: Settings) -> Rule:
         client_learning_rate=run.train.lr,  # of QFedAvg
     )
     rule = as_rule(strategy)
-    name, options, traits, hides = strategy_name(run.strategy), run.evaluate, rule.traits, broken(rule).get("inside")
+    name, options, traits, hides = (
+        strategy_name(run.strategy),
+        run.evaluate,
+        rule.traits,
+        broken_guarantees(rule).get("inside"),
+    )
     if options.clients is False and not traits.has_global_model:
         raise SettingsError(
             f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
@@ -126,7 +131,7 @@ def make_rule(run: Settings) -> Rule:
 
 def check_moments(run: Settings, rule: Rule) -> None:
     """Raise an error if sites would be asked for sums of columns that the strategy hides or must limit."""
-    name, hides = strategy_name(run.strategy), broken(rule).get("inside")
+    name, hides = strategy_name(run.strategy), broken_guarantees(rule).get("inside")
     asks = "data.normalise is 'moments', for which each site sends the sums of its columns to the server,"
     instead = (
         "for images use unit or official; for other data own with partition: {kind: natural}; data.missing may be drop"

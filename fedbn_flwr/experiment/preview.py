@@ -53,9 +53,9 @@ def explain(experiment: Experiment) -> list[ExplainedRun]:
         label, traits = prepared.run.label, prepared.rule.traits
         if label not in found:
             model, kept = _parts_of(prepared)
-            down = (*(part for part in model if part not in {Role.COUNTER, *kept}), *traits.besides)
-            unsent = {Role.COUNTER, *(() if traits.returned else kept)}
-            up = (*(part for part in model if part not in unsent), *traits.besides)
+            down = (*(part for part in model if part not in {Role.COUNTER, *kept}), *traits.also_sent)
+            unsent = {Role.COUNTER, *(() if traits.sent_back else kept)}
+            up = (*(part for part in model if part not in unsent), *traits.also_sent)
             columns = prepared.dataset.columns if prepared.dataset else {}
             settings, tests = tuple(settings_of(experiment, prepared.run)), _tests_of(prepared)
             found[label] = ExplainedRun(label, settings, model, down, up, columns, tests, _together(prepared))
@@ -77,7 +77,7 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
 def _parts_of(prepared: Parts) -> tuple[dict[str, Part], set[str]]:
     """The parts of the model, and the names of those that stay on the clients."""
     tensors, by_role, role_of = prepared.model.state_dict(), dict[str, list[Tensor]](), roles(prepared.model)
-    stays = prepared.rule.traits.stays(tensors)
+    stays = prepared.rule.traits.local_keys(tensors)
     shared = {role for key, role in role_of.items() if key not in stays}
     names = {key: f"own {role}" if key in stays and role in shared else str(role) for key, role in role_of.items()}
     for key, name in names.items():

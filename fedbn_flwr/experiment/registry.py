@@ -116,7 +116,7 @@ def class_of(name: str) -> type[Strategy]:
 
 def arguments(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
     """The arguments that an experiment file may set, inherited ones included, with what `declared` can check."""
-    inner = strategy.inner if issubclass(strategy, Wrapper) else None
+    inner = strategy.wraps if issubclass(strategy, Wrapper) else None
     # A rule that creates the strategy it wraps passes its options on to that strategy, not to its own base class.
     classes = strategy.__mro__ if inner is None else (strategy, *inner.__mro__)
     accepted: dict[str, inspect.Parameter] = {}
@@ -130,7 +130,7 @@ def arguments(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
 
 
 def _takes_base(cls: type[Strategy]) -> bool:
-    return issubclass(cls, Wrapper) and cls.inner is None
+    return issubclass(cls, Wrapper) and cls.wraps is None
 
 
 def check_strategy(spec: Tree, section: str = "strategy") -> Tree:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
-from flwr.app import MetricRecord
 
 from fedbn_flwr.norms.roles import Role, of_roles
 from fedbn_flwr.tasks import SHARES
@@ -52,16 +51,6 @@ def _form(key: str, metrics: protocol.Config) -> tuple[int, str]:
     if key == protocol.BATCH_EXAMPLES and examples is not None and value > examples:
         return 1, f"above its {protocol.NUM_EXAMPLES!r}"
     return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
-
-
-def common_metrics(replies: Sequence[protocol.Config]) -> list[MetricRecord]:
-    """The metrics of each reply that are one number in all replies: only these have a mean.
-
-    A client leaves out a metric that is undefined on its examples, such as the AUC if all have one class.
-    """
-    numbers = [{key for key, value in metrics.items() if not isinstance(value, list)} for metrics in replies]
-    common = set.intersection(*numbers) if numbers else set()
-    return [MetricRecord({key: value for key, value in metrics.items() if key in common}) for metrics in replies]
 
 
 def record_problems(replies: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:

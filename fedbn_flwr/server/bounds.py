@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 
-from .hooks import Hooks
+from .traits import Traits
 
 
 @runtime_checkable
@@ -31,16 +31,16 @@ class InfluenceBounds(Protocol):
         """The clients' models, in which no array of `sent` has changed too much; `what` names the round in the log."""
 
 
-def refuse_bounds(rule: Hooks, bounds: InfluenceBounds | None) -> None:
-    """Raise SettingsError if the rule averages something that its bounds do not limit."""
+def refuse_bounds(name: str, traits: Traits, bounds: InfluenceBounds | None) -> None:
+    """Raise SettingsError if the strategy `name` averages something that its bounds do not limit."""
     if bounds is None:
         return
-    refused = bounds.of_updates() if rule.traits.records else {}
-    reason = f"{rule} averages more than the model, which one client could set to any value"
-    if rule.traits.own_models:
+    refused = bounds.of_updates() if traits.records else {}
+    reason = f"{name} averages more than the model, which one client could set to any value"
+    if traits.own_models:
         refused = {key: value for key, value in bounds.notes().items() if key != "plausible"}
-        reason = f"{rule} sends each client a model of its own, in which it does not limit the share of another one"
-    if not rule.traits.has_global_model:
-        refused, reason = bounds.notes(), f"{rule} has no model of all clients, on which one could have influence"
+        reason = f"{name} sends each client a model of its own, in which it does not limit the share of another one"
+    if not traits.has_global_model:
+        refused, reason = bounds.notes(), f"{name} trains no shared model, so there is nothing for bounds to limit"
     for key, value in refused.items():
         raise SettingsError(f"bounds.{key} is {value!r}, but {reason}")

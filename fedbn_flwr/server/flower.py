@@ -5,30 +5,32 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
 from flwr.serverapp.strategy.fedopt import FedOpt
 
 from fedbn_flwr import seeding
-from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
+from fedbn_flwr.messages.metrics import common_metrics, mean_of_metrics
 from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_content
-from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.messages.votes import arrays_problems, common_metrics, overflow
+from fedbn_flwr.messages.votes import arrays_problems, overflow
 from fedbn_flwr.norms.roles import Role, of_roles, roles
+from fedbn_flwr.trees import Json
 
-from .base import BaseStrategy
-from .hooks import Json, Round, mean_is_enough
-from .round import NOISED, Rule
+from .rule import Base, Rule
+from .traits import Round, mean_is_enough
 
+# Flower's strategies for differential privacy, which wrap others.
+_NOISED = tuple(kind for name, kind in vars(flower).items() if name.startswith("DifferentialPrivacy"))
 # Strategies whose result depends on the mean of the replies only.
 _MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
 _ROBUST = (flower.FedMedian, flower.FedTrimmedAvg, flower.Krum, flower.MultiKrum, flower.Bulyan)
@@ -37,14 +39,13 @@ _BREAKS = (
     ((flower.QFedAvg,), "mean", "weights the clients by the loss of each"),
     (_ROBUST, "mean", "compares the clients' models"),
     (_ROBUST, "pooled", "compares the clients' models"),
-    (NOISED, "mean", "clips the changes of the clients and adds noise"),
+    (_NOISED, "mean", "clips the changes of the clients and adds noise"),
 )
 
-_Values = dict[str, "bytes | tuple[int, object]"]  # by attribute, see `_copied`
 _NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial, Strategy)
 
 
-class Foreign(BaseStrategy, Rule):
+class Foreign(Base):
     """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
 
     With a `seed`, its random choices of clients depend on the seed and the round alone. Its state consists of its
@@ -61,16 +62,14 @@ class Foreign(BaseStrategy, Rule):
         key = self.find_attribute("weighted_by_key")  # of a strategy derived from Flower's FedAvg
         self.needs_weights, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
-        # The values with which a run began, and those at its end, which are unknown unless `start` began it.
-        self._at_start = self._values()
-        self._at_end: list[_Values] | None = self._at_start
+        self._has_begun = False
         self.breaks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.breaks["known"] = "is not known to compute with nothing but the mean of the replies"
         for inner in self.strategies():
             within = "" if inner is strategy else f"contains {type(inner).__name__}, which "
             self.breaks |= {need: within + why for kinds, need, why in _BREAKS if isinstance(inner, kinds)}
-            if isinstance(inner, Rule) and (inner.traits.kept or inner.traits.records):
+            if isinstance(inner, Rule) and (inner.traits.local or inner.traits.records):
                 self.breaks["inside"] = f"{within}keeps arrays on the clients or adds records"
 
     def __str__(self) -> str:
@@ -90,31 +89,15 @@ class Foreign(BaseStrategy, Rule):
         return next((getattr(inner, attribute) for inner in self.strategies() if hasattr(inner, attribute)), None)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        """Also reset what an earlier run left in the strategy, such as moments, and begin a rule inside it.
-
-        What the user has set since then stays, if `start` began that run. A value that cannot be saved has no copy, so
-        changes in place stay.
-        """
+        """Also begin a rule inside the strategy. Its state is its attributes, so it can be started once."""
+        if self._has_begun:
+            raise SettingsError(
+                f"{self} has been started before, and still has that run's state; make a new one for each run"
+            )
         super().begin(num_rounds, arrays)
-        strategies, values = self.strategies(), self._values()
-        for strategy, now, first, last in zip(strategies, values, self._at_start, self._at_end or values, strict=True):
-            attributes = _attributes(strategy)
-            for name in {**first, **now}:
-                if last.get(name) != now.get(name):  # the user has set it
-                    continue
-                if name not in first:  # made in a run
-                    del attributes[name]
-                elif first[name] != now.get(name):
-                    attributes[name] = _restored(first[name])
-        self._at_start, self._at_end = self._values(), None
+        self._has_begun = True
         if inner := next((inner for inner in self.strategies() if isinstance(inner, Rule)), None):
             inner.begin(num_rounds, arrays)
-
-    def end(self) -> None:
-        self._at_end = self._values()
-        for inner in self.strategies():
-            if isinstance(inner, BaseStrategy):
-                inner.end()
 
     def notes(self) -> Json:
         return {} if self.seed is None else {"strategy_of_flower": str(self)}
@@ -181,15 +164,13 @@ class Foreign(BaseStrategy, Rule):
         return unpack(round.arrays if model is None else model)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
-        return self._metrics
+        return self._with_means(self._metrics, replies, self.weighted_by_key)
 
     # --- evaluation ---
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        with self._drawing("evaluate", server_round):
-            return list(self.strategy.configure_evaluate(server_round, arrays, config, grid))
+    def evaluate_messages(self, round: Round) -> list[Message]:
+        with self._drawing("evaluate", round.number):
+            return list(self.strategy.configure_evaluate(round.number, round.arrays, round.config, round.grid))
 
     def mean_evaluation(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         messages = [reply.message for reply in replies]
@@ -199,7 +180,16 @@ class Foreign(BaseStrategy, Rule):
                 with_content(message, RecordDict({**configs_in(message.content), "metrics": numbers}))
                 for message, numbers in zip(messages, common_metrics(metrics), strict=True)
             ]
-        return self.strategy.aggregate_evaluate(server_round, [*messages, *self._errors(self.evaluation.refused)])
+        theirs = self.strategy.aggregate_evaluate(server_round, [*messages, *self._errors(self.evaluation.refused)])
+        return self._with_means(theirs, replies, key)
+
+    def _with_means(self, theirs: MetricRecord | None, replies: Sequence[Reply], key: str) -> MetricRecord | None:
+        """The strategy's metrics, and the means of those that some of the clients do not report."""
+        if theirs is None or not self.needs_weights:
+            return theirs
+        common = {*chain.from_iterable(common_metrics([reply.metrics for reply in replies]))}
+        means = mean_of_metrics([RecordDict({"metrics": MetricRecord({**reply.metrics})}) for reply in replies], key)
+        return MetricRecord({**{name: mean for name, mean in means.items() if name not in common}, **theirs})
 
     def _errors(self, refused: Sequence[Message]) -> Sequence[Message]:
         """The refused replies, as the strategy sees them.
@@ -220,29 +210,12 @@ class Foreign(BaseStrategy, Rule):
         ]
 
     def _load_state(self, values: Any) -> None:
-        for strategy, first, saved in zip(self.strategies(), self._at_start, values, strict=True):
-            attributes = _attributes(strategy)
-            for name in attributes.keys() - first.keys() - saved.keys():  # made in a run
-                del attributes[name]
-            attributes.update(saved)
-
-    def _values(self) -> list[_Values]:
-        return [{name: _copied(value) for name, value in _attributes(inner).items()} for inner in self.strategies()]
+        for strategy, saved in zip(self.strategies(), values, strict=True):
+            _attributes(strategy).update(saved)
 
 
 def _attributes(strategy: Strategy) -> dict[str, Any]:
     return vars(strategy.memory if isinstance(strategy, Rule) else strategy)
-
-
-def _copied(value: object) -> bytes | tuple[int, object]:
-    """The bytes of a value or, if it cannot be saved, a pair that equals only that of the same object."""
-    with suppress(ValueError):
-        return dump([value])
-    return id(value), value
-
-
-def _restored(copied: bytes | tuple[int, object]) -> object:
-    return parse(copied, list)[0] if isinstance(copied, bytes) else copied[1]
 
 
 def as_rule(strategy: Strategy, seed: int | None = None) -> Rule:

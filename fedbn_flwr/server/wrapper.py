@@ -1,37 +1,49 @@
-"""Rules compose by wrapping, for instance `FixBN(FedProx(...), freeze_round=50)`, as Flower's privacy strategies do."""
+"""Rules compose by wrapping, for instance `FixBN(FedProx(...), freeze_round=50)`, as Flower's privacy strategies do.
+
+Every rule guarantees the following unless it, or a rule it wraps, breaks it; a rule around it can restore it. A wrapper
+lists what it needs and can define guarantees of its own:
+
+- `inside`: it can be inside another rule. A rule that breaks this hides the replies of single clients from everybody.
+- `mean`: the mean of the replies is enough for it, together with the number of clients.
+- `known`: it is known to work when the server has the mean of the replies, and not one reply per client.
+- `statistics`: the statistics of its model are means of the clients' statistics.
+- `pooled`: a rule around it may combine the clients' statistics in another way.
+- `weights`: it reports the weights of its mean.
+"""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import SettingsError
 
-from .composition import check_composition
+from .bounds import refuse_bounds
 from .flower import as_rule
-from .round import Rule, evaluation_round
+from .rule import Base, Rule, evaluation_round
 
-# What a wrapper does not call of the rule inside, and the hooks that take its place.
+# What a wrapper does not call of the rule that it wraps, and what takes its place.
 _INSTEAD = {
     "configure_train": "return config keys from config(), and change messages in outgoing() instead",
     "aggregate_train": "override hooks such as combine() or after_round() instead",
+    "start": "override hooks such as begin() or after_round() instead, or start it without the wrapper",
 }
 
 
 class Wrapper(Rule):
     """A strategy around another one, which it extends.
 
-    Its hooks are called along with those of the strategies inside (`hooks`). Evaluation and summary are those of the
-    wrapped strategy. `needs` are the guarantees that the strategies inside must give (`check_composition`), each with
-    the second half of the error.
+    Its hooks are called along with those of the strategies inside (`rule`). Evaluation and summary are those of the
+    wrapped strategy. `needs` are the guarantees that the strategies inside must give, each with the second half of the
+    error.
     """
 
-    inner: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
+    wraps: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself
 
     def __init__(self, strategy: Strategy, needs: Mapping[str, str] = types.MappingProxyType({})) -> None:
         name, kind = str(self), cast(type, type(strategy))
@@ -42,52 +54,71 @@ class Wrapper(Rule):
                 found = f"the class {given}; write {given}()"
             raise TypeError(f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); found {found}")
         self.strategy = strategy
-        self._inside = inside = as_rule(strategy)
-        self.chain, self.base = (self, *inside.chain), inside.base
-        self.traits, self.memory = inside.traits | self.traits, self.Memory()
+        self.wrapped = wrapped = as_rule(strategy)
+        self.chain, self.base = (self, *wrapped.chain), wrapped.base
+        self.traits, self.memory = wrapped.traits | self.traits, self.Memory()
         own = type(self)
         if own.weights is not Rule.weights and own.combine is Rule.combine:  # those inside must use them
             needs = {"weights": "{outer} has others; wrap one of fedbn_flwr.strategies, for instance FedAvg()", **needs}
         check_composition(self, needs)
-        for method, instead in _INSTEAD.items() if issubclass(kind, Rule) else ():
-            if getattr(kind, method) is not getattr(Rule, method):
+        refuse_bounds(name, self.traits, self.base.bounds)
+        for method, instead in _INSTEAD.items():
+            default = getattr(Rule if issubclass(kind, Rule) else Strategy, method)
+            if getattr(kind, method) is not default and (issubclass(kind, Rule) or method == "start"):
                 raise SettingsError(
                     f"{kind.__name__} has {method}() of its own, which {name} around it would not call; {instead}"
                 )
-
-    # --- the round ---
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         round = evaluation_round(self, server_round, arrays, config, grid)
-        return self._inside.configure_evaluate(server_round, arrays, round.config, grid)
+        return self.wrapped.configure_evaluate(server_round, arrays, round.config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self._inside.aggregate_evaluate(server_round, replies)
+        return self.wrapped.aggregate_evaluate(server_round, replies)
 
     def summary(self) -> None:
         self.strategy.summary()
 
-    # --- the run ---
 
-    def _start(self) -> Callable[..., Result]:
-        return _calling(self.strategy, self).start
+# --- what composes ---
 
 
-_ROUND = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate", "summary")
+def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
+    """Raise SettingsError unless the rules inside `outer` guarantee what it needs.
 
-
-def _calling(strategy: Strategy, rule: Rule) -> Strategy:
-    """A strategy that has the attributes and the `start` of `strategy`, and the rounds of `rule`.
-
-    A `start` of the user's own, for instance one that logs or saves each round, calls `self.configure_train` and so on.
-    Here `self` is an object of a derived class, which has those methods of `rule` and shares the attributes.
+    `needs` has the second half of the error for each guarantee.
     """
-    methods = {name: staticmethod(getattr(rule, name)) for name in _ROUND} | {
-        "begin": staticmethod(lambda *_: None),  # `rule` has begun
-        "_run_arguments": staticmethod(lambda grid, *arguments: arguments),
-    }
-    calling: Strategy = object.__new__(type(type(rule).__name__, (type(strategy),), methods))
-    calling.__dict__ = strategy.__dict__
-    return calling
+    needs = {"inside": "{outer} cannot wrap it; expected {inside}({outer}(...), ...)", **needs}
+    given, inner = {*needs}, outer.chain[1:]
+    for rule in reversed(inner):
+        given = given - broken_guarantees(rule).keys() | (needs.keys() & rule.restores)
+    for need in [need for need in needs if need not in given]:
+        inside = next(rule for rule in reversed(inner) if need in broken_guarantees(rule))
+        rest = needs[need].format(inside=inside, outer=outer)
+        raise SettingsError(f"{inside} {broken_guarantees(inside)[need]}, and {rest}")
+
+
+# Hooks that may use the replies of single clients.
+_OF_SINGLE_REPLIES = ("question", "problem", "combine", "after_round", "incoming", "accepted")
+
+
+def broken_guarantees(rule: Rule) -> Mapping[str, str]:
+    """The guarantees that a rule breaks by itself, each with the reason.
+
+    These are the ones in `breaks`, and "mean" if a hook that may use single replies is neither the default nor marked
+    with `mean_is_enough`. Other weights always break it: a mean is weighted already.
+    """
+    kind = type(rule)
+    for name in _OF_SINGLE_REPLIES:
+        hook = getattr(kind, name)
+        if hook is not getattr(Rule, name) and not hasattr(hook, "mean_is_enough"):
+            return {
+                "mean": f"has {name}() of its own, which may use the replies of single clients "
+                "(if their mean is enough for it, mark it with @mean_is_enough)",
+                **rule.breaks,
+            }
+    if kind.weights not in (Rule.weights, Base.weights):
+        return {"mean": "has weights() of its own, which need the single replies", **rule.breaks}
+    return rule.breaks

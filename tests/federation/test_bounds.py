@@ -38,7 +38,7 @@ def test_a_round_asks_the_bounds(federation: Callable[..., Any], flower_log: pyt
             lambda: GlobalMomentum(FedAvg(bounds=Equal())),
             "bounds.equal is True, but GlobalMomentum averages more",
         ),
-        (lambda: Standalone(bounds=Equal()), "bounds.equal is True, but Standalone has no model of all clients"),
+        (lambda: Standalone(bounds=Equal()), "bounds.equal is True, but Standalone trains no shared model"),
     ],
 )
 def test_bounds_that_do_not_suit_are_refused(make: Callable[[], Any], message: str) -> None:

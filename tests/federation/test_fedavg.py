@@ -18,8 +18,9 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.metrics import mean_of_metrics
 from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
-from strategies.fedavg import mean_of_metrics
+from tests.support.federations import same
 from tests.support.plugin import RecordingGrid
 
 Federations = Callable[..., Any]
@@ -541,6 +542,72 @@ def test_the_mean_of_metrics_is_that_of_flower() -> None:
     given = [(8, 0.1, 3), (13, 0.7, 4), (6, 1 / 3, 9)]
     contents = [RecordDict({"metrics": MetricRecord({"num-examples": n, "a": a, "b": b})}) for n, a, b in given]
     assert mean_of_metrics(contents, "num-examples") == aggregate_metricrecords(contents, "num-examples")
+
+
+def metrics_of_replies(*given: dict[str, Any]) -> list[RecordDict]:
+    return [RecordDict({"metrics": MetricRecord({"num-examples": 8, **metrics})}) for metrics in given]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([{"auc": 0.5}, {}, {"auc": 0.75, "num-examples": 24}], {"auc": 0.6875}),
+        ([{"auc": 0.5}, {}], {"auc": 0.5}),
+        ([{"auc": 0.5}, {"auc": [0.5, 0.25]}, {"auc": 1.0}], {"auc": 0.75}),
+        ([{"loss": 1.0, "own": 2.0}, {"loss": 2.0}, {"loss": 3.0}], {"loss": 2.0}),
+        ([{"auc": 0.5, "num-examples": 0}, {"loss": 1.0}], {"loss": 1.0}),
+    ],
+)
+def test_a_metric_s_mean_is_over_the_clients_that_report_it(given: Any, expected: Any) -> None:
+    """A single client of several cannot add one: it could fill a run's files."""
+    assert dict(mean_of_metrics(metrics_of_replies(*given), "num-examples")) == expected
+
+
+@pytest.mark.parametrize("make", [FedAvg, lambda: FixBN(flower.FedAvg(), freeze_round=1)])
+def test_a_client_that_leaves_out_a_metric_does_not_remove_the_others(
+    federation: Federations, make: Any, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """In training and in evaluation; it is named once."""
+    fed = federation((8, 12, 6))
+    whole = make().start(fed.grid(absent_metric(fed.app(), ())), fed.arrays(), num_rounds=2)
+    result = make().start(fed.grid(absent_metric(fed.app(), ("train-loss", "accuracy"))), fed.arrays(), num_rounds=2)
+    for number in (1, 2):
+        for found, of_all in [
+            (result.train_metrics_clientapp[number], whole.train_metrics_clientapp[number]),
+            (result.evaluate_metrics_clientapp[number], whole.evaluate_metrics_clientapp[number]),
+        ]:
+            assert found.keys() == of_all.keys()
+    assert same(unpack(result.arrays), unpack(whole.arrays))
+    lines = [each.getMessage() for each in flower_log.records if "the mean is over" in each.getMessage()]
+    assert lines == [
+        f"client 1 (node 2) reports no {key}: the mean is over the other clients" for key in ("train-loss", "accuracy")
+    ]
+
+
+def absent_metric(app: Any, names: Iterable[str]) -> ClientApp:
+    """Client 1 reports none of these."""
+
+    def change(content: RecordDict, partition: int) -> None:
+        for name in names if partition == 1 else ():
+            content["metrics"].pop(name, None)
+
+    return changing(app, change)
+
+
+def test_a_client_that_does_not_answer_an_evaluation_is_named(
+    federation: Federations, flower_log: pytest.LogCaptureFixture
+) -> None:
+    fed, rule = federation((8, 12, 6)), FedAvg()
+    grid, arrays = fed.grid(), fed.arrays()
+    rule.begin(1, arrays)
+    rule.aggregate_train(1, grid.send_and_receive(rule.configure_train(1, arrays, ConfigRecord(), grid)))
+    replies = list(grid.send_and_receive(rule.configure_evaluate(1, arrays, ConfigRecord(), grid)))
+    metrics = rule.aggregate_evaluate(1, replies[:1] + replies[2:])
+    assert metrics is not None
+    assert rule.evaluation.used == [1, 3]
+    words = "client 1 (node 2): it did not answer in time"
+    assert rule.evaluation.left_out == [words]
+    assert f"round 1, evaluation: left out {words}" in flower_log.text
 
 
 def test_metric_functions_receive_the_whole_content_of_used_replies(federation: Federations) -> None:

@@ -288,7 +288,7 @@ def test_arguments_that_mean_nothing_are_refused(arguments: dict[str, Any], mess
 
 
 def test_wrappers_report_that_their_rule_personalises() -> None:
-    assert [bool(FixBN(rule()).traits.kept) for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [
+    assert [bool(FixBN(rule()).traits.local) for rule in (FedBN, SiloBN, Standalone, FedAvg)] == [
         True,
         True,
         True,
@@ -325,9 +325,9 @@ def test_the_global_model_s_statistics_are_the_mean_of_the_clients_frozen_ones(
 
 def test_traits_of_a_class_add_to_those_of_its_base(federation: Federations) -> None:
     class Adds(FedBN):
-        traits = Traits(client_memory="their step sizes", kept=frozenset({"last"}))
+        traits = Traits(client_memory=("their step sizes",), local=frozenset({"last"}))
 
     rule = Adds()
     rule.begin(1, federation((8, 12)).arrays())
-    assert rule.traits.kept == FedBN().traits.kept | {"last"}
-    assert rule.traits.client_memory == "their own batch norm and their step sizes"
+    assert rule.traits.local == FedBN().traits.local | {"last"}
+    assert rule.traits.client_memory == ("their own batch norm", "their step sizes")

@@ -129,7 +129,7 @@ def test_an_experiment_raises_the_errors_when_it_is_prepared() -> None:
         prepare(load_experiment(file % ("mlp", "[fcc]"), []))
     (prepared,) = prepare(load_experiment(file % ("mlp", "last"), []))
     assert prepared.rule.notes() == {"kept": ["last"]}
-    stays = prepared.rule.traits.stays(prepared.model.state_dict())
+    stays = prepared.rule.traits.local_keys(prepared.model.state_dict())
     assert stays == {"classify.weight", "classify.bias", "bn.num_batches_tracked"}
     with pytest.raises(SettingsError, match=r"'last.weight' stays on the client and 'first.weight' does not"):
         prepare(load_experiment(file % (f"'{__name__}:TiedDigits'", "['last*']"), []))
@@ -245,7 +245,7 @@ def test_scaffold_has_no_control_variates_of_kept_layers(federation: Federations
     fed = federation((8, 12))
     strategy = Scaffold(kept=["last"])
     strategy.start(fed.grid(), fed.arrays(), num_rounds=2)
-    assert strategy.memory.control.keys() == {"0.weight"} | AFFINE
+    assert strategy.memory.controls[0].keys() == {"0.weight"} | AFFINE
 
 
 def test_fednova_averages_kept_layers_plainly_and_the_others_by_steps(federation: Federations) -> None:

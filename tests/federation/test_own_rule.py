@@ -9,8 +9,9 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, ClassVar
 
 import numpy as np
@@ -27,9 +28,10 @@ from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.experiment.registry import class_of
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import with_config
 from fedbn_flwr.results.folder.writer import RunFolder
-from fedbn_flwr.server.base import BaseStrategy
+from fedbn_flwr.server.rule import Base
 from fedbn_flwr.strategies import (
     HBN,
     FedAP,
@@ -40,11 +42,11 @@ from fedbn_flwr.strategies import (
     FixBN,
     GlobalMomentum,
     MeanStatistics,
-    Rule,
+    Record,
     Scaffold,
     Traits,
     Wrapper,
-    broken,
+    broken_guarantees,
     mean_is_enough,
     restore,
     state_of,
@@ -126,15 +128,15 @@ def test_the_page_s_first_strategy_counts_all_clients_equally(federation: Federa
 
 
 class WithState(FedAvg):
-    traits = Traits(client_memory="their own step sizes")
+    traits = Traits(client_memory=("their own step sizes",))
 
 
 class WithRecord(FedAvg):
-    traits = Traits(records={"control": False})
+    traits = Traits(records={"control": Record()})
 
 
 class OwnWrapper(Wrapper):
-    traits = Traits(client_memory="their own step sizes")
+    traits = Traits(client_memory=("their own step sizes",))
 
 
 def test_a_strategy_with_traits_of_its_own_trains_and_its_records_must_come_back(federation: Federations) -> None:
@@ -375,33 +377,23 @@ def test_weights_of_its_own_are_refused_around_what_does_not_use_them(inside: Ca
 # --- mistakes of a strategy's author ---
 
 
-class Forgets(FedAvg):
-    def __init__(self, *, mu: float = 0.01) -> None:
-        self.mu = mu
-
-
-class ForgetsAround(Wrapper):
-    def __init__(self, strategy: Any) -> None:
-        self.strategy = strategy
-
-
-def test_a_constructor_that_forgets_its_base_is_named() -> None:
-    with pytest.raises(TypeError, match=r"^Forgets.__init__ doesn't call super\(\).__init__\(\*\*options\)$"):
-        Forgets()
-    with pytest.raises(TypeError, match=r"^ForgetsAround.__init__ doesn't call super"):
-        ForgetsAround(FedAvg())
-
-
 def test_traits_must_be_traits() -> None:
     with pytest.raises(TypeError, match=r"^Bad.traits is a dict; expected Traits\(\.\.\.\)$"):
         type("Bad", (FedAvg,), {"traits": {"kept": "last"}})
 
 
-def test_what_weights_and_combine_return_is_checked(federation: Federations) -> None:
+@pytest.mark.parametrize(
+    "given", [[1.0], {1: 1.0, 2: 1.0}, [1.0, -1.0], [1.0, np.nan], [0.0, 0.0], ["1", "2"], None, 1.0]
+)
+def test_what_weights_returns_is_checked(given: Any, federation: Federations) -> None:
+    rule = type("PerStep", (FedAvg,), {"weights": lambda self, round, replies: given})
+    words = "for 2 replies; expected a number for each, zero or more, and one above zero"
+    with pytest.raises(RunFailed, match=rf"^PerStep\.weights returned {re.escape(shown(given))} {words}$"):
+        after(federation((8, 12)), FixBN(rule(), freeze_round=1))
+
+
+def test_what_combine_returns_is_checked(federation: Federations) -> None:
     fed = federation((8, 12))
-    of_one = type("OfOne", (FedAvg,), {"weights": lambda self, round, replies: [1.0]})
-    with pytest.raises(RunFailed, match=r"^FixBN\(OfOne\).weights returned 1 for 2 replies; expected one for each$"):
-        after(fed, FixBN(of_one(), freeze_round=1))
     nothing = type("Nothing", (FedAvg,), {"combine": lambda self, round, replies, weights: None})
     with pytest.raises(RunFailed, match=r"^Nothing.combine returned None; expected the new model, a dict of arrays$"):
         after(fed, nothing())
@@ -419,14 +411,6 @@ def test_a_key_that_combine_leaves_out_keeps_its_value_with_a_warning(
     np.testing.assert_array_equal(found["1.bias"], unpack(fed.arrays())["1.bias"])
     text = "WithoutBias.combine doesn't return 1.bias: what was sent stays"
     assert [each.message for each in flower_log.records].count(text) == 1
-
-
-def test_a_misspelt_hook_is_a_warning(flower_log: pytest.LogCaptureFixture) -> None:
-    type("Misspelt", (FedAvg,), {"after_rounds": lambda self, round, replies, weights: None})
-    assert "Misspelt.after_rounds isn't a hook; did you mean after_round?" in flower_log.text
-    flower_log.clear()
-    type("Helper", (FedAvg,), {"weight": lambda self, reply: 1.0})
-    assert flower_log.text == ""
 
 
 class SaysMore(ClientRule):
@@ -487,7 +471,7 @@ class PaleTrimmed(FixBN):
 )
 def test_what_an_argument_breaks_adds_to_what_the_class_declares(make: Callable[[], Any]) -> None:
     rule = make()
-    assert broken(rule).keys() >= {"colour", "mean"}
+    assert broken_guarantees(rule).keys() >= {"colour", "mean"}
     with pytest.raises(SettingsError, match="fades, and NeedsColour needs its colour"):
         NeedsColour(rule)
 
@@ -664,20 +648,13 @@ def test_a_configure_train_of_its_own_inside_another_is_refused(make: Callable[[
 def test_the_traits_of_a_strategy_add_to_those_of_the_strategy_inside() -> None:
     inside = FedBN(kept=["last"], global_norm="initial")
     traits = OwnWrapper(GlobalMomentum(inside)).traits
-    assert traits.client_memory == "their own batch norm and their own arrays and their own step sizes"
-    assert (traits.kept, traits.returned) == (inside.traits.kept, False)
-    assert (traits.steps, traits.records) == ({"momentum"}, {"momentum": False})
-    assert HBN(kept=["last"]).traits.client_memory == "their own alpha and their own arrays"
+    assert traits.client_memory == ("their own batch norm", "their own arrays", "their own step sizes")
+    assert (traits.local, traits.sent_back) == (inside.traits.local, False)
+    assert (traits.steps, traits.records) == ({"momentum"}, {"momentum": Record()})
+    assert HBN(kept=["last"]).traits.client_memory == ("their own alpha", "their own arrays")
     drawn = FixBN(FedRDN(Scaffold()), freeze_round=1).traits
-    assert drawn.client_memory == "their control variates and mean and deviation of their inputs"
+    assert drawn.client_memory == ("their control variates", "mean and deviation of their inputs")
     assert drawn.personalises
-
-
-def forgets(name: str) -> Any:
-    def hook(*args: Any) -> None:
-        getattr(FedAvg, name)(*args)
-
-    return hook
 
 
 class Both(FedBN, Scaffold):
@@ -685,17 +662,17 @@ class Both(FedBN, Scaffold):
 
 
 def test_a_strategy_with_two_bases_has_the_traits_of_both(federation: Federations) -> None:
-    assert Both.traits.client_memory == "their control variates and their own batch norm"
-    assert (Both.traits.kept, Both.traits.records) == (FedBN.traits.kept, Scaffold.traits.records)
+    assert Both.traits.client_memory == ("their control variates", "their own batch norm")
+    assert (Both.traits.local, Both.traits.records) == (FedBN.traits.local, Scaffold.traits.records)
     after(federation((8, 12)), Both(), 2)
 
 
 def test_traits_that_are_added_twice_count_once() -> None:
-    own = Traits(client_memory="their step sizes", own_inputs=("mine",))
+    own = Traits(client_memory=("their step sizes",), own_inputs=("mine",))
     again = type("Again", (FedAP,), {"traits": FedAP.traits | own}).traits
     assert again == FedAP.traits | own
     assert (again.measured, again.own_inputs) == (FedAP.traits.measured, ("mine",))
-    assert again.client_memory == "their own batch norm and their step sizes"
+    assert again.client_memory == ("their own batch norm", "their step sizes")
     assert again | again == again
 
 
@@ -704,9 +681,9 @@ def test_traits_that_a_constructor_replaces_are_an_error(options: Any, federatio
     class Replaces(FedAvg if options else FedBN):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(**options)
-            self.traits = Traits(client_memory="their step sizes")
+            self.traits = Traits(client_memory=("their step sizes",))
 
-    with pytest.raises(SettingsError, match=r"^Replaces has lost traits of its base; .* self.traits \|= Traits"):
+    with pytest.raises(SettingsError, match=r"^Replaces.__init__ replaces self.traits; extend them: self.traits \|="):
         after(federation((8, 12)), Replaces())
 
 
@@ -741,26 +718,31 @@ def test_a_model_that_no_client_could_load_ends_the_run_by_the_rule_s_name(
         after(fed, Misspelt())
 
 
-@pytest.mark.parametrize(
-    "name", ["config", "records", "outgoing", "incoming", "accepted", "weights", "global_model", "notes"]
-)
-def test_a_hook_that_forgets_to_return_is_named(name: str, federation: Federations) -> None:
-    fed, rule = federation((8, 12)), FixBN(type("Forgets", (FedAvg,), {name: forgets(name)})(), freeze_round=1)
-
-    def run() -> None:
-        rule.start(fed.grid(), fed.arrays(), num_rounds=1, evaluate_fn=lambda number, arrays: None)
-        rule.notes()
-
-    with pytest.raises(RunFailed, match=rf"^Forgets.{name} returned None; end it with `return` and its result$"):
-        run()
-
-
 def test_a_memory_without_the_state_of_its_base_is_an_error() -> None:
     own = {"Memory": type("Memory", (), {"x": 0})}
     with pytest.raises(TypeError, match=r"^Mine.Memory lacks .* of FedAvg; write `class Memory\(FedAvg.Memory\):`$"):
         type("Mine", (FedAvg,), own)
     with pytest.raises(TypeError, match=r"^Mine.Memory lacks the state of Scaffold; write"):
         type("Mine", (FedBN, Scaffold), {"Memory": dataclass(type("Memory", (FedAvg.Memory,), {}))})
+
+
+def test_a_memory_that_cannot_be_saved_is_an_error_before_training(federation: Federations) -> None:
+    class Locked(FedAvg):
+        @dataclass
+        class Memory(FedAvg.Memory):
+            lock: Any = field(default_factory=Lock)
+
+    with pytest.raises(SettingsError, match=r"^Locked\.Memory cannot be saved: .*lock"):
+        after(federation((8, 12)), Locked())
+
+
+def test_an_attribute_that_a_memory_does_not_declare_is_named(federation: Federations) -> None:
+    class Mistyped(FedAvg):
+        def after_round(self, round: Any, replies: Any, weights: Any) -> None:
+            self.memory.swich_round = 2  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match=r"^Base\.Memory doesn't declare 'swich_round'; it has switch_round, "):
+        after(federation((8, 12)), Mistyped())
 
 
 def test_a_memory_needs_no_decorator(federation: Federations) -> None:
@@ -904,11 +886,11 @@ def test_two_client_rules_have_no_key_in_common() -> None:
     assert rule_of("test.common") is again
 
 
-class ForgetsACombine(BaseStrategy, Rule):  # type: ignore[misc]
+class ForgetsACombine(Base):
     def train_messages(self, round: Any) -> Any:
         return []
 
-    def configure_evaluate(self, *given: Any) -> Any:
+    def evaluate_messages(self, round: Any) -> Any:
         return []
 
     def summary(self) -> None:

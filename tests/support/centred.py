@@ -15,7 +15,7 @@ CENTRE = "fedbn.centre"
 
 
 class Centred(FedAvg):
-    traits = Traits(client_memory="the mean of their inputs", own_inputs=(CENTRE,))
+    traits = Traits(client_memory=("the mean of their inputs",), own_inputs=(CENTRE,))
 
     def config(self, round: Any) -> dict[str, Any]:
         return {CENTRE: True}

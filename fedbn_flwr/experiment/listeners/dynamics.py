@@ -37,7 +37,7 @@ class Dynamics(Listener):
         self._before: Statistics = {}  # of the previous round; empty if nothing is recorded
         self._windows: dict[str, Window] = {}  # of each client, the rounds since the last line
         self._is_whole = not finished.number % running.run.evaluate.every  # resumed in between, the window lacks rounds
-        if Role.STATISTICS not in running.prepared.rule.traits.unsent:
+        if Role.STATISTICS not in running.prepared.rule.traits.never_sent:
             self._before = statistics_in(unpack(finished.arrays))
         if not self._before:
             text = "%s: evaluate.dynamics records nothing: with these settings, clients send no running statistics"

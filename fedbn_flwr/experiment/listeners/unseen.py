@@ -57,9 +57,9 @@ class Unseen(Listener):
         round = evaluation_round(prepared.rule, finished.number, finished.arrays, given, running.grid)
         config = {**round.config, protocol.ROUND: finished.number}
         config |= {protocol.REESTIMATE: True} if way == "batch" else {}
-        arrays, kept = finished.arrays, prepared.rule.traits.kept
+        arrays, kept = finished.arrays, prepared.rule.traits.local
         if way == "own" and kept:
-            arrays = record_of(split(arrays, prepared.rule.traits.stays(arrays))[1])
+            arrays = record_of(split(arrays, prepared.rule.traits.local_keys(arrays))[1])
             config[protocol.KEPT] = protocol.join(kept)
         content = RecordDict({prepared.rule.base.arrayrecord_key: arrays, "config": ConfigRecord(config)})
         messages = [Message(content, node, MessageType.EVALUATE) for node in running.federation.unseen.values()]

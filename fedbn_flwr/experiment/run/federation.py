@@ -207,4 +207,4 @@ def _needed_client_state(prepared: Parts) -> str | None:
     norms = [module for module in prepared.model.modules() if isinstance(module, _BatchNorm)]
     if any(isinstance(norm, BatchRenorm) or norm.momentum is None for norm in norms):
         return "their batch counters"
-    return prepared.rule.traits.client_memory
+    return " and ".join(prepared.rule.traits.client_memory) or None

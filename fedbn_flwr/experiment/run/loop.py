@@ -28,8 +28,7 @@ from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.folder.writer import RunFolder
-from fedbn_flwr.server.questions import connected
-from fedbn_flwr.strategies import broken, restore
+from fedbn_flwr.strategies import broken_guarantees, restore
 
 from ..listeners.dynamics import Dynamics
 from ..listeners.evaluate import Best, Evaluate, renamed, values_of
@@ -142,7 +141,7 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
         trained={**before.trained, **dict.fromkeys(trained, number)},
         replies=used if run.evaluate.dynamics else (),
         line={"round": number, "clients": len(trained), **renamed(numbers, in_history)},
-        clients={} if "inside" in broken(rule) else values_of(used, "examples", in_history),
+        clients={} if "inside" in broken_guarantees(rule) else values_of(used, "examples", in_history),
         checkpoint_round=before.checkpoint_round,
     )
 
@@ -162,7 +161,7 @@ def send(running: Running, messages: Sequence[Message]) -> list[Message]:
             break
         LOG.warning("%s: lost; sending the messages of the round again", few(map(base.roster.name, sorted(lost)), 8))
         time.sleep(min(1.0, run.engine.node_timeout / 10))
-        connected(base, grid, needed)
+        base.connected(grid, needed)
         again = [Message(one.content, one.metadata.dst_node_id, one.metadata.message_type) for one in messages]
         again = [one for one in again if one.metadata.dst_node_id in lost]
         replies = [*kept, *grid.send_and_receive(again, timeout=run.engine.timeout)]

@@ -39,7 +39,7 @@ from fedbn_flwr.trees import Json
 
 from .noise import Change, KeysByPart, applied, change_of, clipped, epsilon_of, gaussian, parts_of
 
-# The guarantees that the strategy inside must give (`server/composition.py`).
+# The guarantees that the strategy inside must give (`server/wrapper.py`).
 _NEEDS = {
     "inside": "{outer} must clip or check the change of each client; use one of the two",
     "mean": "{outer} does not account for this",
@@ -100,7 +100,7 @@ class Private(Wrapper):
         evaluated: bool = False  # clients sent metrics of evaluations
 
     memory: Memory
-    traits = Traits(compared=False)  # one client must not decide whether another one's change counts
+    traits = Traits(may_be_outlier=False)  # one client must not decide whether another one's change counts
     breaks = {"inside": "adds noise to the mean"}
 
     def __init__(
@@ -117,14 +117,14 @@ class Private(Wrapper):
     ) -> None:
         super().__init__(strategy, _NEEDS)
         # What clients would release without noise.
-        if besides := self.traits.besides:
+        if besides := self.traits.also_sent:
             raise SettingsError(f"{self.chain[1]} sends something that Private does not account for: {besides[0]}")
         if self.traits.pooled:  # the sums of clipped and noised changes have no such variance
             raise SettingsError(
                 "statistics is 'pooled', but Private adds noise to the mean of the clients' variances, and the part "
                 "between the clients cannot be added to that; use statistics='mean'"
             )
-        if self.traits.returned and (layers := sorted(self.traits.kept - {*Role})):
+        if self.traits.sent_back and (layers := sorted(self.traits.local - {*Role})):
             raise SettingsError(
                 f"kept is {layers}, and clients send it for the global model. There it is far from their own, so that "
                 "little would be left of the shared layers when Private clips the whole change; use "

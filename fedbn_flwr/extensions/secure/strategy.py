@@ -67,7 +67,7 @@ _Range = Annotated[float, Ge(1), Le(2**31), "a number from 1 to 2**31"]
 _MOST_SKIPPED = 3  # rounds in a row
 
 
-# The guarantees that the strategy inside must give (`server/composition.py`).
+# The guarantees that the strategy inside must give (`server/wrapper.py`).
 _NEEDS = {
     "inside": "{outer} hides the single replies; use one of them",
     **dict.fromkeys(
@@ -131,7 +131,7 @@ class Secure(Wrapper):
         self.threshold, self.timeout = threshold, timeout
         self.ranges = float(update_range), float(statistics_range), float(max_examples)
         # Records that are averaged with equal weights.
-        self.equal = frozenset(name for name, is_equal in self.traits.records.items() if is_equal)
+        self.equal = frozenset(name for name, record in self.traits.records.items() if record.equal_weights)
         self._masked: MaskedRound | None = None
 
     def notes(self) -> Json:

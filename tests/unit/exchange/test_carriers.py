@@ -16,7 +16,7 @@ from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.exchange.carriers import ExchangesDone
 from fedbn_flwr.exchange.codec import END, Agreement, Contribution
 from fedbn_flwr.exchange.exchanges import contribution_problem
-from fedbn_flwr.server.roster import Asked
+from fedbn_flwr.server.poll import Poll
 from fedbn_flwr.strategies import FedTAN, Round
 
 
@@ -44,10 +44,10 @@ def over(partition: int) -> Contribution:
 def run(script: Mapping[int, Sequence[Contribution | str | None]]) -> tuple[ExchangesDone, Scripted, list[str]]:
     """All exchanges with these nodes, their end, and the clients that were left out."""
     carrier, strategy = Scripted(script), FedTAN(exchange="paper", min_train_nodes=1)
-    strategy.asked = Asked(list(script))
+    strategy.training = Poll(strategy.roster, list(script), 1)
     grid: Any = None  # of an engine without capabilities
     done = strategy.run_exchanges(Round(3, ArrayRecord(), ConfigRecord(), grid), carrier)
-    return done, carrier, [*strategy.asked.left_out]
+    return done, carrier, [*strategy.training.left_out]
 
 
 def two(first: float, partition: int) -> list[Contribution]:

@@ -23,7 +23,7 @@ from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.quote import one_line
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.messages.votes import metric_problems
-from fedbn_flwr.server.roster import Asked, Roster, Screening
+from fedbn_flwr.server.poll import Poll, Roster
 from fedbn_flwr.strategies import FedAvg, Round
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -247,12 +247,12 @@ def test_the_keys_of_replies_do_not_stay_in_memory() -> None:
     def rounds(numbers: Iterable[int]) -> int:
         for number in numbers:
             rule.begin(1, arrays)
-            rule.asked = Asked([1, 2])
-            rule._round = Round(number, arrays, ConfigRecord(), LocalGrid(ClientApp(), 1))
+            rule.training = Poll(rule.roster, [1, 2], 1)
+            rule.round = Round(number, arrays, ConfigRecord(), LocalGrid(ClientApp(), 1))
             rule.aggregate_train(number, [reply(1), other_keys(number)])
             (left_out,) = rule.training.left_out
             assert "which the server did not request" in left_out
-        rule._round = None
+        rule.round = None
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
@@ -294,24 +294,26 @@ def test_a_node_keeps_its_partition() -> None:
 
 def test_a_client_that_is_refused_for_two_reasons_is_counted_once() -> None:
     """Otherwise the third client, which does not answer, would not be named."""
-    roster, asked = Roster({1: 0, 2: 1, 3: 2}), Asked([1, 2, 3])
-    left, problems = roster.admit("round 2", asked, {1: 0, 2: 7}, [(2, "'w' is not finite")])
-    assert (left.nodes, [*problems]) == ([1], [2])
-    assert left.left_out == [
+    poll = Poll(Roster({1: 0, 2: 1, 3: 2}), [1, 2, 3])
+    problems = poll.admit("round 2", {1: 0, 2: 7}, [(2, "'w' is not finite")])
+    assert (poll.nodes, [*problems]) == ([1], [2])
+    assert poll.left_out == [
         "client 1 (node 2): its partition-id is 7, and it reported 1 before",
         "client 2 (node 3): it did not answer in time",
     ]
 
 
 def test_a_reply_with_another_partition_is_an_error_with_the_reason() -> None:
-    screening = Screening([reply(1), reply(2, **{"partition-id": 7})])
-    attendance, replies = Roster({1: 0, 2: 1}).attendance("round 2", Asked([1, 2]), screening)
-    assert [each.message.metadata.src_node_id for each in replies] == attendance.used == [1]
-    assert [each.error.reason for each in attendance.refused] == ["its partition-id is 7, and it reported 1 before"]
+    poll = Poll(Roster({1: 0, 2: 1}), [1, 2])
+    poll.read([reply(1), reply(2, **{"partition-id": 7})])
+    replies = poll.close("round 2")
+    assert [each.message.metadata.src_node_id for each in replies] == poll.used == [1]
+    assert [each.error.reason for each in poll.refused] == ["its partition-id is 7, and it reported 1 before"]
 
 
 def test_a_check_sees_the_replies_that_earlier_ones_have_left() -> None:
-    screening, seen = Screening([reply(1), reply(2), reply(3)]), list[int]()
+    poll, seen = Poll(), list[int]()
+    poll.read([reply(1), reply(2), reply(3)])
 
     def odd_node(each: Reply) -> str | None:
         seen.append(each.message.metadata.src_node_id)
@@ -320,13 +322,13 @@ def test_a_check_sees_the_replies_that_earlier_ones_have_left() -> None:
     def unreadable(each: Reply) -> str | None:
         raise MessageError("it cannot be read")
 
-    screening.check(odd_node)
-    screening.leave_out({3: "it is far from the others"})
-    screening.check(odd_node)
+    poll.check(odd_node)
+    poll.leave_out({3: "it is far from the others"})
+    poll.check(odd_node)
     assert seen == [1, 2, 3, 1]
-    screening.check(unreadable)
-    assert not screening.usable
-    assert screening.problems == [(2, "it is odd"), (3, "it is far from the others"), (1, "it cannot be read")]
+    poll.check(unreadable)
+    assert not poll.usable
+    assert poll.problems == [(2, "it is odd"), (3, "it is far from the others"), (1, "it cannot be read")]
 
 
 def test_a_node_cannot_exclude_another_one_by_its_partition() -> None:

@@ -273,7 +273,7 @@ def test_a_rule_that_averages_more_is_refused(make: Callable[[], Any], message: 
     [
         (
             "{name: Standalone, bounds: {max_share: 0.5}}",
-            r"strategy: bounds\.max_share is 0\.5, but Standalone has no model",
+            r"strategy: bounds\.max_share is 0\.5, but Standalone trains no shared model",
         ),
         ("{name: Scaffold, bounds: {clip_norm: 1}}", r"strategy: bounds\.clip_norm is 1, but Scaffold averages"),
         ("{name: FedAvg, bounds: {max_share: 2}}", r"strategy: bounds\.max_share is 2; expected a share above 0"),

@@ -493,7 +493,7 @@ def test_history_and_summary_have_skipped_rounds(tmp_path: Path) -> None:
     assert summary is not None
     assert summary.notes["secure_skipped"] == [1]
     again = make_rule(prepared.run)
-    again.begin(2, prepared.rule._round.arrays)  # type: ignore[attr-defined]
+    again.begin(2, prepared.rule.base.round.arrays)
     restore(again, state_of(prepared.rule))
     assert again.memory == prepared.rule.memory
 

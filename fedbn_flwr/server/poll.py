@@ -1,0 +1,171 @@
+"""The clients as the server knows them, and what becomes of the nodes that a round, an evaluation or a query asks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flwr.app import ArrayRecord, Message
+
+from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed, log_once
+from fedbn_flwr.messages.aggregate import large_value
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.quote import one_line
+from fedbn_flwr.messages.reply import Reply, partition_of, read_reply, reason_of, refusal
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The partitions that nodes have reported, by which clients are known: node ids are random in every run."""
+
+    partitions: dict[int, int] = field(default_factory=dict)  # by node id
+    unnumbered: set[int] = field(default_factory=set)  # the nodes that have reported that they have no partition
+
+    def learn(self, reported: Mapping[int, int | None]) -> dict[int, str]:
+        """Add what nodes report, and return the problems of those that reported another partition before.
+
+        Two nodes may report the same one: a node may return under another id, and it is not known which one is right.
+        """
+        numbers = {node: number for node, number in reported.items() if number is not None}
+        self.unnumbered.update(reported.keys() - numbers.keys())
+        known = {node: self.partitions.setdefault(node, number) for node, number in numbers.items()}
+        return {
+            node: f"its partition-id is {number}, and it reported {known[node]} before"
+            for node, number in numbers.items()
+            if number != known[node]
+        }
+
+    def client(self, node: int) -> int:
+        """The number of a node's client, as `client_number` on the client: its partition or, without one, the node."""
+        return self.partitions.get(node, node)
+
+    def position(self, node: int) -> tuple[int, int, int]:
+        """The sort key of a node: its partition; nodes that have not reported one follow, sorted by node id."""
+        partition = self.partitions.get(node)
+        return (1, 0, node) if partition is None else (0, partition, node)
+
+    def name(self, node: int) -> str:
+        partition = self.partitions.get(node)
+        return f"node {node}" if partition is None else f"client {partition} (node {node})"
+
+    def absent(self, nodes: Iterable[int]) -> list[str]:
+        """The names of the clients that none of these nodes serves; one that is back may have another node id."""
+        here = {*map(self.client, nodes)}
+        away = [node for node, client in self.partitions.items() if client not in here]
+        return [self.name(node) for node in sorted(away, key=self.position)]
+
+
+@dataclass
+class Poll:
+    """Nodes that are asked, their replies as one check after another leaves them out, and those that are used."""
+
+    roster: Roster = field(default_factory=Roster)
+    nodes: Sequence[int] = ()  # that are asked, without those that are left out so far
+    needed: int = 0  # usable replies
+    arrays: ArrayRecord | None = None  # the model that the nodes receive
+    left_out: list[str] = field(default_factory=list)  # client and problem
+    used: Sequence[int] = ()  # the nodes whose replies are used, in the order of partitions
+    refused: Sequence[Message] = ()  # the replies that are not used, as errors
+    usable: dict[int, Reply] = field(default_factory=dict)  # so far, by node
+    partitions: dict[int, int | None] = field(default_factory=dict)  # that nodes report, by node
+    # Not a dict: all errors for lost nodes have the SuperLink's node id.
+    problems: list[tuple[int, str]] = field(default_factory=list)
+    messages: Sequence[Message] = ()
+
+    def read(self, messages: Iterable[Message], name: str = "arrays", records: Collection[str] | None = ()) -> None:
+        """Read the replies, see `read_reply`; they pass the gate first."""
+        self.messages = gate(messages)
+        for message in self.messages:
+            node = message.metadata.src_node_id
+            try:
+                if message.has_error():
+                    raise MessageError(reason_of(message))
+                self.partitions[node] = partition_of(message.content)
+                self.usable[node] = read_reply(message, name, records)
+            except MessageError as error:
+                self.problems.append((node, str(error)))
+
+    def check(self, problem: Callable[[Reply], str | None]) -> None:
+        """Leave out each reply that has a problem by itself."""
+        problems: dict[int, str] = {}
+        for node, reply in self.usable.items():
+            try:
+                reason = problem(reply)
+            except MessageError as error:
+                reason = str(error)
+            if reason:
+                problems[node] = reason
+        self.leave_out(problems)
+
+    def leave_out(self, problems: Mapping[int, str]) -> None:
+        """Leave out the replies of these nodes, with the reasons."""
+        self.problems += problems.items()
+        self.usable = {node: reply for node, reply in self.usable.items() if node not in problems}
+
+    def close(self, what: str) -> list[Reply]:
+        """The replies to use, in the order of partitions; RunFailed if they are too few."""
+        problems = self.admit(what, self.partitions, self.problems)
+        self.used = self.nodes
+        self.refused = [
+            refusal(message, problems[node]) if message.has_content() else message
+            for message in self.messages
+            if (node := message.metadata.src_node_id) not in self.used
+        ]
+        replies = [self.usable[node] for node in self.used]
+        self._warn_of_metrics(replies)
+        return replies
+
+    def admit(
+        self, what: str, answered: Mapping[int, int | None], problems: Sequence[tuple[int, str]]
+    ) -> Mapping[int, str]:
+        """Keep the nodes that answered without a problem, and return the problems of others by node.
+
+        `what` names the exchange or the round in messages. `answered` has the partition that each node reported, and
+        `problems` are pairs of node and text. The log names the clients that are left out; RunFailed lists them if
+        fewer than `needed` of the nodes that were asked remain.
+        """
+        name, asked = self.roster.name, self.nodes
+        moved = self.roster.learn(answered)  # such a client counts once, whatever other problem it has
+        problems = [*(problem for problem in problems if problem[0] not in moved), *moved.items()]
+        # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
+        reasons = sorted(
+            f"{name(node)}: {_without_number(reason, self.roster.partitions.get(node))}" for node, reason in problems
+        )
+        bad = dict(problems)
+        self.nodes = sorted(answered.keys() - bad.keys(), key=self.roster.position)
+        silent = sorted({*asked} - answered.keys() - bad.keys(), key=self.roster.position)
+        if (count := len(asked) - len(self.nodes) - len(problems)) == len(silent):
+            reasons += [f"{name(node)}: it did not answer in time" for node in silent]
+        elif count > 0:  # the others have errors that name the SuperLink
+            reasons.append(f"{count} of {len(asked)} clients did not answer in time")
+        self.left_out = [*self.left_out, *reasons]
+        if len(self.nodes) < (needed := min(self.needed, len(asked))):
+            raise self._too_few(f"{what}: {len(self.nodes)} of {len(asked)} clients sent a usable reply, {needed}")
+        for reason in reasons:
+            LOG.warning("%s: left out %s", what, one_line(reason))
+        return bad
+
+    def _too_few(self, what: str) -> RunFailed:
+        listed = "".join(f"\n  - {one_line(reason)}" for reason in self.left_out) or " no reply"
+        what += " are needed"
+        if self.arrays is not None and (large := large_value(unpack(self.arrays))) is not None:
+            what += f"; they received a model with {large}: it diverged, or a client sent bogus values"
+        if self.left_out and all("diverged?" in reason for reason in self.left_out):
+            advice = "The same run would diverge again; lower the learning rate, or clip gradients"
+            return Diverged(f"{what}:{listed}\n{advice}")
+        return RunFailed(f"{what}:{listed}")
+
+    def _warn_of_metrics(self, replies: Sequence[Reply]) -> None:
+        """Name the clients that report no metric where most others do, once: its mean is over the others."""
+        counts = Counter(key for reply in replies for key in reply.metrics)
+        for key, count in counts.items():
+            for node, reply in zip(self.used, replies, strict=True) if 2 * count > len(replies) > count else ():
+                if key not in reply.metrics:
+                    log_once(f"{self.roster.name(node)} reports no {one_line(key)}: the mean is over the other clients")
+
+
+def _without_number(reason: str, client: int | None) -> str:
+    return re.sub(rf"^client {client}\b[: ]*", "", reason)

@@ -1,0 +1,118 @@
+"""What a strategy declares about itself, and the values that its hooks receive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from flwr.app import ArrayRecord, ConfigRecord
+from flwr.serverapp import Grid
+
+from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.norms.roles import Role, roles, selected
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """The round in which a hook is called."""
+
+    number: int
+    arrays: ArrayRecord  # the global model that the round begins with
+    config: ConfigRecord  # of the messages to all clients; in `config()` without the keys of wrapped rules
+    grid: Grid
+    hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower does not see
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What each client measures on its data before it first trains, by the `measure` of a client rule."""
+
+    key: str  # the config key that selects the client rule
+    what: str  # what clients measure, in words
+    problem: Callable[[Arrays], str | None]  # why an answer cannot be used, or None
+    answers: dict[int, Arrays]  # so far, by client: the others are asked, and their answers added
+    model: Arrays | None = None  # that clients measure with
+
+
+@dataclass(frozen=True)
+class Record:
+    """Arrays that clients send along with the model: one for every parameter that the client trains."""
+
+    equal_weights: bool = False  # whether all clients count equally in their mean
+
+
+@dataclass(frozen=True)
+class Traits:
+    """The properties of a strategy that do not change during a run.
+
+    A class adds those that it declares to those of its bases, and a wrapper adds its own to those of what it wraps.
+    """
+
+    # What the clients' steps must be: "linear", so that the mean of their first steps is the step along the mean of
+    # their gradients (SGD without clipping), "momentum" (SGD with momentum), or "sgd".
+    steps: frozenset[str] = frozenset()
+    client_memory: tuple[str, ...] = ()  # the state that clients must keep from round to round, in words
+    # What stays on the client, which the server never sends: names as in `norms.roles.selected`. If there are any, each
+    # client has a model of its own, which is evaluated on that client.
+    local: frozenset[str] = frozenset()
+    sent_back: bool = True  # whether clients send it to the server all the same, for the global model
+    # The smallest batch whose statistics clients exchange; 0 if the strategy exchanges none.
+    min_batch: int = 0
+    records: Mapping[str, Record] = field(default_factory=dict)  # that clients send back; the hook `records` sends them
+    pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
+    # The config keys whose client rules change each client's inputs when it is tested (`ClientRule.own_inputs`).
+    own_inputs: tuple[str, ...] = ()
+    own_models: bool = False  # whether the server sends each client a model of its own
+    may_be_outlier: bool = True  # whether a reply may be left out because of what the other clients sent
+    measured: tuple[str, ...] = ()  # what each client measures on its data and sends once, in words
+
+    def __or__(self, other: Traits) -> Traits:
+        return Traits(
+            steps=self.steps | other.steps,
+            client_memory=(*dict.fromkeys(self.client_memory + other.client_memory),),
+            local=self.local | other.local,
+            sent_back=self.sent_back and other.sent_back,
+            min_batch=max(self.min_batch, other.min_batch),
+            records={**self.records, **other.records},
+            pooled=self.pooled or other.pooled,
+            own_inputs=(*dict.fromkeys(self.own_inputs + other.own_inputs),),
+            own_models=self.own_models or other.own_models,
+            may_be_outlier=self.may_be_outlier and other.may_be_outlier,
+            measured=(*dict.fromkeys(self.measured + other.measured),),
+        )
+
+    @property
+    def personalises(self) -> bool:
+        """Whether clients keep a part of the model or of what leads to it, so that each is tested on its own."""
+        return bool(self.local or self.own_inputs or self.own_models)
+
+    @property
+    def never_sent(self) -> frozenset[str]:
+        """What neither the server nor the clients send, by name."""
+        return frozenset() if self.sent_back else self.local
+
+    def local_keys(self, arrays: Mapping[str, object]) -> set[str]:
+        """The keys of a model's arrays that stay on the client."""
+        return selected(roles(arrays), self.local) if self.local else set()
+
+    @property
+    def also_sent(self) -> list[str]:
+        """What travels along with the model's arrays, in words."""
+        exchanged = ["statistics of batches, in each batch norm of a round's first step"] if self.min_batch else []
+        size = "as large as the parameters: up in each round, down from round 2 on"
+        return [*(f"record `{name}`, {size}" for name in self.records), *exchanged, *self.measured]
+
+    @property
+    def has_global_model(self) -> bool:
+        """Whether the server's arrays are a trained model."""
+        return not self.local.issuperset(Role)
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., object])
+
+
+def mean_is_enough(hook: _Hook) -> _Hook:
+    """Mark a hook whose result does not change if every reply is replaced by their mean."""
+    hook.mean_is_enough = True  # type: ignore[attr-defined]
+    return hook
