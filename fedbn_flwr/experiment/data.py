@@ -24,8 +24,7 @@ from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.results.folder.summary import SPREAD
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, TASKS, Task
 
-from .file.types import AUGMENTATIONS, name_in, options_in
-from .settings import Data, Settings
+from .settings import AUGMENTATIONS, Data, Settings, name_in, options_in
 
 _kept: dict[tuple[str, str, str], DataSet] = {}  # by settings, device and working directory
 _received: dict[tuple[str, str], DataSet] = {}

@@ -27,8 +27,7 @@ from fedbn_flwr.tasks import REGRESSION, Task
 from fedbn_flwr.trees import Tree
 
 from .data import Shape, load_data, normalisation_of, shape_without_data, shares_of, split_moments
-from .file.types import name_in, options_in
-from .settings import Settings
+from .settings import Settings, name_in, options_in
 
 if TYPE_CHECKING:  # clients need no strategies
     from fedbn_flwr.strategies import Rule

@@ -32,9 +32,8 @@ from fedbn_flwr.trees import Tree
 
 from .data import Shape, check_labels, try_data
 from .file.problems import naming
-from .file.types import name_in, tracker_of
 from .parts import Parts, has_own_loss, learning_rate, plain_loss
-from .settings import Experiment, Settings, strategy_name
+from .settings import Experiment, Settings, name_in, strategy_name, tracker_of
 
 
 def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_data: bool = False) -> list[Parts]:

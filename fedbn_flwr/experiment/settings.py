@@ -9,12 +9,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, Union
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    Tag,
+    model_validator,
+)
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.partitions import KINDS
+from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.models import build as models
@@ -27,8 +37,74 @@ from fedbn_flwr.tasks import LOSSES, METRICS
 from fedbn_flwr.text import file_name
 from fedbn_flwr.trees import Tree
 
-from .file.expansion import PAPER, Cell
-from .file.types import Augment, Line, Named, Partition, Strategy, Weights, name_in, options_in
+from .registry import check_strategy
+
+# --- types that a file can write in several forms, such as a part by its name, or with its options ---
+
+AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
+OWN = "module:callable"
+
+
+def _kind_of(partition: object) -> object:
+    """The tag that selects the options of a partition."""
+    kind = partition.get("kind") if isinstance(partition, Mapping) else getattr(partition, "kind", None)
+    return OWN if isinstance(kind, str) and is_name(kind) else kind
+
+
+if TYPE_CHECKING:
+    Partition = Options
+else:  # one of the registered kinds, chosen by `kind`, or one of the user
+    Partition = Annotated[
+        Union[tuple(Annotated[kind, Tag(name)] for name, kind in {**KINDS, OWN: OwnOptions}.items())],  # noqa: UP007  # of a tuple
+        Discriminator(_kind_of),
+    ]
+
+
+def _named(value: Any) -> str | Tree:
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if isinstance(name, str):
+        return name if value == {"name": name} else value
+    raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
+
+
+# A part by its name, or by a mapping of its name and options.
+Named = Annotated[str | Tree, PlainValidator(_named), PlainSerializer(lambda value: value)]
+
+
+def name_in(part: str | Tree) -> str:
+    return part if isinstance(part, str) else str(part["name"])
+
+
+def options_in(part: str | Tree | None) -> Tree:
+    return {key: value for key, value in part.items() if key != "name"} if isinstance(part, Mapping) else {}
+
+
+def tracker_of(part: str | Tree) -> str:
+    """The `module:callable` of a tracker."""
+    name = name_in(part)
+    return "fedbn_flwr.experiment.tensorboard:TensorBoard" if name == "tensorboard" else name
+
+
+def _augmentation(part: str | Tree) -> str | Tree:
+    """One of these names without options, or a part of the user."""
+    if not is_name(name_in(part)) and part not in AUGMENTATIONS:
+        hint = did_you_mean(name_in(part), AUGMENTATIONS)
+        raise ValueError(f"{name_in(part)!r} is not an augmentation; {hint}, or module:callable for your own")
+    return part
+
+
+Augment = Several[Annotated[Named, AfterValidator(_augmentation)]]
+
+Weights = Annotated[
+    Literal["balanced"] | Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)],
+    expects("balanced, or a list with a weight for each class, zero or more"),
+]
+# Arguments without a name belong to the default strategy, as in `strategy.fraction_train=0.5`.
+Strategy = Annotated[Tree, AfterValidator(lambda spec: check_strategy({"name": "FedAvg", **spec}))]
+Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]  # without control characters, which terminals obey
+
+
+# --- the sections ---
 
 
 def of_catalogue(name: str) -> Tree:
@@ -425,6 +501,22 @@ class Published(BaseModel):
             if Measure.of(key).is_fraction and (value[0] if isinstance(value, tuple) else value) > 1:
                 raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
         return self
+
+
+PAPER = "paper"  # the size of an experiment as its file has it
+
+
+class Cell(Section):
+    """The place of a run in its experiment."""
+
+    row: str = ""  # the label in `runs`
+    sweep: Tree = Field(default_factory=dict)  # its condition: a value for each key
+    tune: Tree = Field(default_factory=dict)  # the values that it tries
+    place: Sequence[int] = ()  # the indices of its row and of its values in the file; reports sort by it
+
+    @property
+    def values(self) -> Tree:
+        return {**self.sweep, **self.tune}
 
 
 DERIVED = ("label", "cell", "size")  # keys of a run that no file sets

@@ -10,35 +10,19 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import Field
-
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.schema import Section
 from fedbn_flwr.text import in_words, shorten
 from fedbn_flwr.trees import Draft, Tree, flat_settings
 
+from ..settings import PAPER, Cell
 from .content import drop_given, merge, nested, write_out
 
-PAPER = "paper"
 LISTS = ("sweep", "tune")
 _WHOLE_FILE = ("name", "label", "cell", "size", "sizes", "runs", "description", "published", *LISTS)
 MOST = 1_000  # runs of an experiment
 VALIDATION = 0.1  # of the training examples, to choose among the values of `tune` if the file gives no share
 
 Lists = Mapping[str, Mapping[str, Sequence[object]]]  # of `sweep` and `tune`: the values by key
-
-
-class Cell(Section):
-    """The place of a run in its experiment."""
-
-    row: str = ""  # the label in `runs`
-    sweep: Tree = Field(default_factory=dict)  # its condition: a value for each key
-    tune: Tree = Field(default_factory=dict)  # the values that it tries
-    place: Sequence[int] = ()  # the indices of its row and of its values in the file; reports sort by it
-
-    @property
-    def values(self) -> Tree:
-        return {**self.sweep, **self.tune}
 
 
 def cells_of(row: str, number: int, lists: Lists, changes: Tree) -> Iterator[Cell]:

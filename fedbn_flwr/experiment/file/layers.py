@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
@@ -16,14 +17,12 @@ from fedbn_flwr.trees import Draft, Tree, flat_settings
 from fedbn_flwr.yaml_text import parse_yaml
 
 from ..registry import personalises
-from ..settings import DERIVED, Experiment, Layer, Settings, of_catalogue, strategy_name
+from ..settings import DERIVED, PAPER, Cell, Experiment, Layer, Settings, of_catalogue, strategy_name
 from .content import KEYS_OF_A_FILE, check_mapping, merge, nested, put, read_content, without, write_out
 from .expansion import (
     LISTS,
     MOST,
-    PAPER,
     VALIDATION,
-    Cell,
     Lists,
     at,
     cells_of,
@@ -55,6 +54,22 @@ def merge_layers(layers: Iterable[Layer]) -> Draft:
     return functools.reduce(merge, (layer.settings for layer in layers), {})
 
 
+def read_experiment(content: object, overrides: Tree = MappingProxyType({}), *, name: str = "experiment") -> Experiment:
+    """Check a parsed file with the changes of a caller or a command line, and expand it into its runs."""
+    file = _File.of(write_out(check_mapping(content, name)), overrides, name)
+    runs: list[Settings] = []
+    origins: dict[str, Sequence[Layer]] = {}
+    for row in file.chosen:
+        for cell, layers in file.cells(row):
+            runs += file.runs(row, cell, layers)
+            origins[runs[-1].label] = [Layer("data set", {"data": of_catalogue(runs[-1].data.name)}), *layers]
+            if len(runs) > MOST:
+                raise SettingsError(f"{name}: more than {MOST:,} runs; shorten the lists of sweep and tune, or seeds")
+    if overrides or file.size != PAPER:
+        _check_different(runs, name)
+    return Experiment(runs[0].name, tuple(runs), str(file.content.get("description", "")), file.is_seeded, origins)
+
+
 @dataclass(frozen=True)
 class _Row:
     """One of the `runs` of an experiment."""
@@ -67,67 +82,94 @@ class _Row:
     conditions: Sequence[str]  # in the file, without the changes of a size or a command line
 
 
-def read_experiment(content: object, overrides: Tree = MappingProxyType({}), *, name: str = "experiment") -> Experiment:
-    """Check a parsed file with the changes of a caller or a command line, and expand it into its runs."""
-    content, changes = write_out(check_mapping(content, name)), dict(overrides)
-    for key in ("runs", "sizes", "extends"):
-        if key in changes:
-            raise SettingsError(
-                f"{name}: an override cannot change {key} (= {changes[key]!r}); only=LABEL selects from the runs, "
-                "size=NAME one of the sizes"
-            )
-    size = str(changes.pop("size", PAPER))
-    if isinstance(cell := content.get("cell"), Mapping) and changes.keys() - {"seed"}:
-        content = {**without(content, "cell"), "label": cell.get("row", "")}  # settings of another run, now changed
-    variants = content.get("runs") or {"": {}}
-    if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
-        raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
-    places = {f"{name}, run {label!r}" if label else name: variant or {} for label, variant in variants.items()}
-    of_size, *of_runs = changes_of_size(size, [(name, content), *places.items()], name)
-    only = changes.pop("only", of_size.pop("only", None))
-    file = Layer("file", {"name": name, **without(content, "published", *(KEYS_OF_A_FILE.keys() - {"seeds"}))})
-    rows: dict[str, _Row] = {}
-    for number, (label, (where, variant), of_run) in enumerate(zip(variants, places.items(), of_runs, strict=True)):
-        own, resized = without(variant, *LISTS, "sizes"), merge(of_size, of_run)
-        in_file = cells_of(label, number, lists_of(where, own, content, variant), {})
-        conditions = tuple(map(condition, itertools.islice(in_file, MOST)))
-        lists = lists_of(where, own, content, variant, resized, changes)
-        layers = file, Layer(f"run {label}", own)
-        rows[label] = _Row(label, number, layers, without(resized, *LISTS), lists, conditions)
-    published = published_by_label(content.get("published"), rows, name)
-    changes = without(changes, *LISTS)
-    compared = {key for row in rows.values() for key in flat_settings(row.layers[-1].settings)} - {"seed", "seeds"}
-    # All rows train on the same examples, even those without candidates.
-    tuned = any(row.lists["tune"] for row in rows.values())
-    default = Layer("default", {"evaluate": {"validation": VALIDATION}} if tuned else {})
-    cells = (itertools.islice(_planned(row, size, changes), MOST) for row in rows.values())
-    evaluation = _evaluation(layers for _, layers in itertools.chain.from_iterable(cells))
-    runs: list[Settings] = []
-    origins: dict[str, Sequence[Layer]] = {}
-    for row in rows.values() if only is None else _select(rows, only, name):
-        for cell, of_cell in _planned(row, size, changes):
-            label = ", ".join([*filter(None, [row.label]), *values_in_words(cell)])
-            with naming(f"{name}, run {label!r}" if label else name):
-                given = [default, *evaluation(of_cell), *of_cell]
-                settings = _settings_of(row, cell, given, compared)
-                if (known := published.get(condition(cell), published.get(row.label))) is not None:
-                    settings["published"] = with_set_up(known, size, merge_layers(given[:-2]), merge_layers(given[-2:]))
-                if size != PAPER:
-                    settings["size"] = size
-                runs += _for_each_seed(settings)
-            origins[runs[-1].label] = [Layer("data set", {"data": of_catalogue(runs[-1].data.name)}), *given]
-            if len(runs) > MOST:
-                raise SettingsError(f"{name}: more than {MOST:,} runs; shorten the lists of sweep and tune, or seeds")
-    if overrides or size != PAPER:
-        _check_different(runs, name)
-    with_seeds = [content, of_size, *({**row.layers[-1].settings, **row.of_size} for row in rows.values())]
-    return Experiment(
-        name=runs[0].name,
-        runs=tuple(runs),
-        description=str(content.get("description", "")),
-        seeded=changes.get("seeds") is not None or any("seeds" in layer for layer in with_seeds),
-        layers=origins,
-    )
+@dataclass(frozen=True)
+class _File:
+    """An experiment's file and the changes of its caller, as its runs need them."""
+
+    name: str
+    content: Tree
+    changes: Tree  # of the caller, without `size` and `only`
+    size: str
+    of_size: Tree
+    rows: Mapping[str, _Row]
+    chosen: Sequence[_Row]  # by `only`
+    published: Tree  # by label
+
+    @classmethod
+    def of(cls, content: Tree, overrides: Tree, name: str) -> _File:
+        changes = dict(overrides)
+        for key in ("runs", "sizes", "extends"):
+            if key in changes:
+                raise SettingsError(
+                    f"{name}: an override cannot change {key} (= {changes[key]!r}); only=LABEL selects from the runs, "
+                    "size=NAME one of the sizes"
+                )
+        size, only = str(changes.pop("size", PAPER)), changes.pop("only", None)
+        if isinstance(cell := content.get("cell"), Mapping) and changes.keys() - {"seed"}:
+            content = {**without(content, "cell"), "label": cell.get("row", "")}  # settings of another run, now changed
+        variants = content.get("runs") or {"": {}}
+        if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
+            raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
+        places = {f"{name}, run {label!r}" if label else name: variant or {} for label, variant in variants.items()}
+        of_size, *of_runs = changes_of_size(size, [(name, content), *places.items()], name)
+        only = of_size.pop("only", None) if only is None else only
+        file = Layer("file", {"name": name, **without(content, "published", *(KEYS_OF_A_FILE.keys() - {"seeds"}))})
+        rows: dict[str, _Row] = {}
+        for number, (label, (where, variant), of_run) in enumerate(zip(variants, places.items(), of_runs, strict=True)):
+            own, resized = without(variant, *LISTS, "sizes"), merge(of_size, of_run)
+            in_file = cells_of(label, number, lists_of(where, own, content, variant), {})
+            conditions = tuple(map(condition, itertools.islice(in_file, MOST)))
+            lists = lists_of(where, own, content, variant, resized, changes)
+            layers = file, Layer(f"run {label}", own)
+            rows[label] = _Row(label, number, layers, without(resized, *LISTS), lists, conditions)
+        published = published_by_label(content.get("published"), rows, name)
+        chosen = [*rows.values()] if only is None else _select(rows, only, name)
+        return cls(name, content, without(changes, *LISTS), size, of_size, rows, chosen, published)
+
+    @cached_property
+    def compared(self) -> set[str]:
+        """The keys in which rows differ."""
+        keys = {key for row in self.rows.values() for key in flat_settings(row.layers[-1].settings)}
+        return keys - {"seed", "seeds"}
+
+    @property
+    def is_seeded(self) -> bool:
+        of_rows = ({**row.layers[-1].settings, **row.of_size} for row in self.rows.values())
+        given = [self.content, self.of_size, *of_rows]
+        return self.changes.get("seeds") is not None or any("seeds" in settings for settings in given)
+
+    @cached_property
+    def defaults(self) -> Callable[[Sequence[Layer]], list[Layer]]:
+        """The layers below the layers of a cell: how its clients evaluate depends on all rows."""
+        # All rows train on the same examples, even those without candidates.
+        is_tuned = any(row.lists["tune"] for row in self.rows.values())
+        validation = Layer("default", {"evaluate": {"validation": VALIDATION}} if is_tuned else {})
+        cells = (itertools.islice(self._planned(row), MOST) for row in self.rows.values())
+        evaluation = _evaluation(layers for _, layers in itertools.chain.from_iterable(cells))
+        return lambda layers: [validation, *evaluation(layers)]
+
+    def cells(self, row: _Row) -> Iterator[tuple[Cell, list[Layer]]]:
+        """The cells of a row, each with all layers that give its settings."""
+        for cell, layers in self._planned(row):
+            yield cell, [*self.defaults(layers), *layers]
+
+    def _planned(self, row: _Row) -> Iterator[tuple[Cell, list[Layer]]]:
+        for cell in cells_of(row.label, row.number, row.lists, merge(row.of_size, self.changes)):
+            lists = (Layer(kind, nested(getattr(cell, kind))) for kind in LISTS)
+            last = Layer(f"size {self.size}", row.of_size), Layer(COMMAND_LINE, self.changes)
+            yield cell, [*row.layers, *lists, *last]
+
+    def runs(self, row: _Row, cell: Cell, layers: Sequence[Layer]) -> list[Settings]:
+        """A run of the cell for each seed."""
+        label = ", ".join([*filter(None, [row.label]), *values_in_words(cell)])
+        with naming(f"{self.name}, run {label!r}" if label else self.name):
+            settings = _settings_of(row, cell, layers, self.compared)
+            if (known := self.published.get(condition(cell), self.published.get(row.label))) is not None:
+                given, last = merge_layers(layers[:-2]), merge_layers(layers[-2:])
+                settings["published"] = with_set_up(known, self.size, given, last)
+            if self.size != PAPER:
+                settings["size"] = self.size
+            return _for_each_seed(settings)
 
 
 def _for_each_seed(settings: Draft) -> list[Settings]:
@@ -139,13 +181,6 @@ def _for_each_seed(settings: Draft) -> list[Settings]:
         test = check_settings({**settings, "seed": 0}).data.held_out
         seeds = range(test.folds) if test and test.folds and test.split is None else [0]
     return [check_settings({**settings, "seed": seed}) for seed in seeds or [settings["seed"]]]
-
-
-def _planned(row: _Row, size: str, changes: Tree) -> Iterator[tuple[Cell, list[Layer]]]:
-    """The cells of a row, each with the layers that give its settings."""
-    for cell in cells_of(row.label, row.number, row.lists, merge(row.of_size, changes)):
-        lists = (Layer(kind, nested(getattr(cell, kind))) for kind in LISTS)
-        yield cell, [*row.layers, *lists, Layer(f"size {size}", row.of_size), Layer(COMMAND_LINE, changes)]
 
 
 def _evaluation(cells: Iterable[Sequence[Layer]]) -> Callable[[Sequence[Layer]], list[Layer]]:

@@ -14,9 +14,8 @@ from fedbn_flwr.errors import SettingsError, UserError, did_you_mean, few
 from fedbn_flwr.text import shorten
 from fedbn_flwr.trees import Tree
 
-from ..settings import DERIVED, Settings
+from ..settings import DERIVED, OWN, Settings
 from .content import KEYS_OF_A_FILE
-from .types import OWN
 
 _EXPLAINED = 10  # problems; each may list the known keys
 

@@ -20,9 +20,8 @@ from fedbn_flwr.storage import to_json
 from fedbn_flwr.strategies import FedAvg, Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION
 
-from ..file.expansion import PAPER
 from ..parts import Parts
-from ..settings import Settings, strategy_name
+from ..settings import PAPER, Settings, strategy_name
 from .listener import FinishedRound, Listener, Running
 
 

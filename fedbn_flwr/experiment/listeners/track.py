@@ -22,7 +22,7 @@ from fedbn_flwr.errors import LOG
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.trees import Tree, flat_settings
 
-from ..file.types import name_in, options_in, tracker_of
+from ..settings import name_in, options_in, tracker_of
 from .listener import FinishedRound, Listener, Running
 
 LAST_METRICS = 30  # seconds that a run waits for its tracker at the end

@@ -11,7 +11,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.file.types import name_in
+from fedbn_flwr.experiment.settings import name_in
 from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import ROOT
 from tests.support.experiments import read

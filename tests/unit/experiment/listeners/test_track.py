@@ -14,10 +14,10 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.file.types import name_in
 from fedbn_flwr.experiment.listeners import track
 from fedbn_flwr.experiment.listeners.track import TrackedRun
 from fedbn_flwr.experiment.prepare import make_rule, prepare_run
+from fedbn_flwr.experiment.settings import name_in
 from fedbn_flwr.results.folder.reader import deciding
 from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import PATIENCE, ROOT
