@@ -1,7 +1,8 @@
-"""Serves metrics of runs and certificates to Prometheus, from run folders.
+"""Serves metrics of runs, certificates and nodes to Prometheus.
 
 A service beside the runs, and not a part of their processes: Flower starts a process for each run and for each message,
-so theirs would be unreachable in between. It only reads files, and needs an environment with fedbn-flwr.
+so theirs would be unreachable in between. It reads run folders, and needs an environment with fedbn-flwr. The first
+SuperLink is asked for its nodes, if its certificate is given.
 
     python deploy/monitoring/metrics.py runs --superlink fl.example.org:8000
 """
@@ -10,25 +11,32 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import os
+import shutil
 import socket
 import ssl
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from cryptography import x509
-from fedbn_flwr.results.text import printable
 
 from fedbn_flwr.results.folder.places import find_folders
 from fedbn_flwr.results.read.runs import STATES, RunState, read_state
+from fedbn_flwr.text import printable
 
 _SHOWN = 50  # runs: those that changed last
 _KEPT = 5.0  # seconds for which an answer is used again, so that many requests cost no more than one
 _REQUEST = 5.0  # seconds that a request or the SuperLink may take
+_COMMAND = 60.0  # seconds that `flwr` may take to list the nodes, and between two lists
 
 # All metrics are gauges: a resumed run may continue from an earlier round.
 METRICS = {
@@ -44,7 +52,9 @@ METRICS = {
     "fedbn_run_seconds_left": "estimate of the time until the last round",
     "fedbn_run_changed_timestamp_seconds": "when the run last wrote a round or its status",
     "fedbn_certificate_days": "days until a certificate expires",
-    "fedbn_superlink_up": "1 if the SuperLink accepts TLS connections",
+    "fedbn_superlink_up": "1 if the SuperLink, or a proxy in front of it, accepts TLS connections",
+    "fedbn_nodes": "registered SuperNodes, by status: online, offline, or registered if it never was online",
+    "fedbn_disk_free_ratio": "share of the disk with the run folders that is free",
 }
 
 Sample = tuple[str, dict[str, str], float]
@@ -53,7 +63,10 @@ Sample = tuple[str, dict[str, str], float]
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help="run folders, or their parent folders")
-    parser.add_argument("--superlink", type=_address, metavar="HOST:PORT", help="also whether it accepts connections")
+    superlink = "also whether this SuperLink or proxy accepts connections (several times)"
+    parser.add_argument("--superlink", type=_address, action="append", default=[], metavar="HOST:PORT", help=superlink)
+    authority = "ca.crt of the first SuperLink: also which of its nodes are online"
+    parser.add_argument("--root-certificates", type=Path, metavar="FILE", help=authority)
     parser.add_argument("--certificate", type=Path, action="append", default=[], metavar="FILE", help="also this one")
     parser.add_argument(
         "--listen", type=_address, default="127.0.0.1:8002", metavar="HOST:PORT", help="address to serve at"
@@ -62,18 +75,33 @@ def main(words: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(words)
 
     def collect() -> str:
-        samples = list(
-            samples_of_runs(folder for folder in arguments.folders if folder.is_dir())
-        )  # the first run makes it
+        folders = [folder for folder in arguments.folders if folder.is_dir()]  # the first run makes it
+        samples = list(samples_of_runs(folders))
+        samples += [("fedbn_disk_free_ratio", {"folder": str(folder)}, _free(folder)) for folder in folders]
         samples += map(samples_of_certificate, arguments.certificate)
-        samples += samples_of_server(*arguments.superlink) if arguments.superlink else []
-        return exposition(samples)
+        for address in dict.fromkeys(arguments.superlink):
+            samples += samples_of_server(*address)
+        return exposition([*samples, *nodes])
+
+    nodes: list[Sample] = []
+
+    def ask_for_nodes() -> None:
+        if arguments.root_certificates and arguments.superlink:
+            nodes[:] = samples_of_nodes(*arguments.superlink[0], arguments.root_certificates)
+
+    def watch_nodes() -> None:
+        while True:
+            ask_for_nodes()
+            time.sleep(_COMMAND)
 
     if arguments.once:
+        ask_for_nodes()
         print(collect(), end="")
         return
     for file in arguments.certificate:
         samples_of_certificate(file)  # a wrong path ends the server before its first request
+    # It takes seconds, for which no scrape waits.
+    threading.Thread(target=watch_nodes, daemon=True).start()
     with make_server(*arguments.listen, collect) as server:
         print(f"metrics: port {server.server_port}, /metrics", flush=True)
         server.serve_forever()
@@ -191,6 +219,30 @@ def samples_of_server(host: str, port: int) -> list[Sample]:
     except (OSError, ValueError):
         return [("fedbn_superlink_up", up, 0.0)]
     return [("fedbn_superlink_up", up, 1.0), ("fedbn_certificate_days", labels, days)]
+
+
+def samples_of_nodes(host: str, port: int, certificate: Path) -> list[Sample]:
+    """The number of nodes with each status, as the operator's command shows them; none if the SuperLink is down."""
+    with tempfile.TemporaryDirectory() as home:
+        link = (
+            f"address = {json.dumps(f'{host}:{port}')}\nroot-certificates = {json.dumps(str(certificate.absolute()))}"
+        )
+        Path(home, "config.toml").write_text(f"[superlink.link]\n{link}\n", encoding="utf-8")
+        command = ["flwr", "supernode", "list", "link", "--format", "json"]
+        env = {**os.environ, "FLWR_HOME": home}
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, timeout=_COMMAND)
+            counts = Counter(node["status"] for node in json.loads(done.stdout)["nodes"])
+        except (OSError, ValueError, LookupError, subprocess.TimeoutExpired):
+            return []
+    return [
+        ("fedbn_nodes", {"status": status}, float(counts[status])) for status in ("online", "offline", "registered")
+    ]
+
+
+def _free(folder: Path) -> float:
+    usage = shutil.disk_usage(folder)
+    return round(usage.free / usage.total, 4)
 
 
 def _days(certificate: x509.Certificate) -> float:

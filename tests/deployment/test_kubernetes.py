@@ -23,7 +23,7 @@ SERVER = {
 }
 SITE = {"supernode": "supernode-1", "superexec-clientapp": "superexec-clientapp-1"}
 CLUSTER = {"SUPERLINK": "superlink.fedbn.svc:8000", "SITES": "2", "NODE_1": "data-path='/data'"}
-CONFIG = {**CLUSTER, "PARTITION": "1", "NODE": CLUSTER["NODE_1"], "EXCHANGE": "superexec-serverapp:8001"}
+CONFIG = {**CLUSTER, "PARTITION": "1", "NODE": CLUSTER["NODE_1"], "EXCHANGE": "superexec-serverapp:8001", "OUTGOING_PROXY": ""}
 
 
 def resources(name: str) -> list[dict[str, Any]]:

@@ -625,6 +625,21 @@ def test_the_superlink_speaks_tls_only_and_proves_who_it_is(deployment: Deployme
 
 
 @pytest.mark.slow
+def test_metrics_count_the_nodes_that_are_online(deployment: Deployment) -> None:
+    address = f"127.0.0.1:{deployment.port('superlink', 8000)}"
+    words = ["--once", "--superlink", address, "--root-certificates", str(deployment.keys / "ca.crt")]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "deploy" / "monitoring" / "metrics.py"), *words],
+        env=deployment.environment({"FLWR_TELEMETRY_ENABLED": "0"}, deployment.folder),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert 'fedbn_nodes{status="online"} 3.0\nfedbn_nodes{status="offline"} 0.0' in done.stdout, done.stderr
+    assert f'fedbn_superlink_up{{superlink="{address}"}} 1.0' in done.stdout
+
+
+@pytest.mark.slow
 def test_registering_again_changes_nothing(deployment: Deployment) -> None:
     """`docker compose up` registers the nodes at every start, and the SuperLink's database is kept."""
     again = deployment.launch("register", "register-again")

@@ -22,6 +22,8 @@ from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import torch
 from cryptography import x509
@@ -113,7 +115,10 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
         connection = HTTPConnection(host, port, timeout=_TIMEOUT)
     else:
         context = ssl.create_default_context(cafile=str(authority) if authority else None)
-        connection = HTTPSConnection(host, port, timeout=_TIMEOUT, context=context)
+        proxy = urlsplit("" if proxy_bypass(host) else getproxies().get("https", ""))  # as the SuperNode's
+        connection = HTTPSConnection(proxy.hostname or host, proxy.port or port, timeout=_TIMEOUT, context=context)
+        if proxy.hostname:
+            connection.set_tunnel(host, port)
     with contextlib.closing(connection):
         try:
             connection.connect()

@@ -7,8 +7,10 @@ import http.server
 import importlib.metadata
 import json
 import re
+import select
 import shutil
 import socket
+import socketserver
 import ssl
 import tempfile
 import threading
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -109,6 +111,41 @@ def test_a_site_that_is_ready_passes(keys: Path, capsys: pytest.CaptureFixture[s
     assert f"flwr {importlib.metadata.version('flwr')}" in found["versions"]["found"]
     assert "examples of shape [1, 8, 8]; classes: 0: " in found["data"]["found"]
     assert "cnn takes these examples" in found["experiment"]["found"]
+
+
+class Proxy(socketserver.StreamRequestHandler):
+    """An HTTP proxy for CONNECT."""
+
+    asked: ClassVar[list[str]] = []
+
+    def handle(self) -> None:
+        address = self.rfile.readline().split()[1].decode()
+        while self.rfile.readline().strip():
+            pass
+        self.asked.append(address)
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port))) as server:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            ends = {server: self.request, self.request: server}
+            while data := (end := select.select([*ends], [], [])[0][0]).recv(65536):
+                ends[end].sendall(data)
+
+
+def test_the_server_is_reached_through_the_site_s_proxy(
+    keys: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Proxy) as proxy, served(keys) as address:
+        thread = threading.Thread(target=proxy.serve_forever, args=(0.05,))
+        thread.start()
+        monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.server_address[1]}")
+        code, found = check(capsys, "--root-certificates", keys / "ca.crt", "--superlink", address)
+        proxy.shutdown()
+        thread.join()
+    assert (code, Proxy.asked) == (0, [address])
+    assert "a SuperLink, with TLS" in found["server"]["found"]
+    assert "824 days" in found["server certificate"]["found"], "the server's, not the proxy's"
 
 
 @pytest.mark.parametrize(

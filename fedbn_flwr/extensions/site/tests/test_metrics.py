@@ -53,9 +53,12 @@ def test_a_run_has_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_certificates_have_days_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ca.crt"
     write_certificate(file, 20.5)
-    found = printed(capsys, "--certificate", file, "--superlink", "127.0.0.1:9")
+    servers = ["--superlink", "127.0.0.1:9", "--superlink", "127.0.0.1:7", "--superlink", "127.0.0.1:9"]
+    found = printed(capsys, tmp_path, "--certificate", file, *servers, "--root-certificates", file)
     assert 20.4 < found[f'fedbn_certificate_days{{certificate="{file}"}}'] <= 20.5
-    assert found['fedbn_superlink_up{superlink="127.0.0.1:9"}'] == 0
+    assert [found[f'fedbn_superlink_up{{superlink="127.0.0.1:{port}"}}'] for port in (9, 7)] == [0, 0]
+    assert 0 < found[f'fedbn_disk_free_ratio{{folder="{tmp_path}"}}'] < 1
+    assert not any(sample.startswith("fedbn_nodes") for sample in found), "a SuperLink that is down has no nodes"
 
 
 @contextmanager
@@ -129,7 +132,8 @@ def test_alerts_use_metrics_that_exist() -> None:
     assert yaml.safe_load((folder / "prometheus.yml").read_text())["rule_files"] == ["alerts.yml"]
     (group,) = yaml.safe_load((folder / "alerts.yml").read_text())["groups"]
     used = {rule["alert"]: set(re.findall(r"fedbn_\w+", rule["expr"])) for rule in group["rules"]}
-    assert used.keys() == {"SuperLinkDown", "CertificateExpires", "ClientsMissing"}
+    assert used.pop("MetricsDown") == set(), "Prometheus's own"
+    assert len(used) == 7
     assert all(names and names <= METRICS.keys() for names in used.values())
 
 
