@@ -26,7 +26,7 @@ from torch.optim import SGD
 from fedbn_flwr.client.rule import ClientRule, Gradient
 from fedbn_flwr.engines.capabilities import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.carriers import ByMessages, Carrier, ExchangesDone, Service, service
+from fedbn_flwr.exchange.carriers import ByMessages, Carrier, Cohort, ExchangesDone, Service, service
 from fedbn_flwr.exchange.codec import TIME_LIMIT, Agreement, Contribution
 from fedbn_flwr.exchange.exchanges import run_exchanges
 from fedbn_flwr.exchange.step import exchanged_layers
@@ -59,7 +59,8 @@ class FedTAN(FedAvg):
         Clients refuse to exchange the statistics of a batch of fewer examples, because these reveal the examples.
         Each site can set a higher limit, `min-batch`; `docs/privacy.md` has measurements.
     exchange_timeout : float (default: 600)
-        The time limit of one exchange in seconds, at most 3600.
+        The time limit of one exchange in seconds, at most 3600. With an exchange service it is also at most half of the
+        time that is left of the round's own limit, so that the other clients can finish without one that hangs.
     direct : bool (default: True)
         Send exchanges the fastest way available: by calls to an exchange service (`FEDBN_EXCHANGE_ADDRESS`), through
         the processes of the engines `local` and `ray`, or as messages; False always sends messages.
@@ -111,12 +112,12 @@ class FedTAN(FedAvg):
         self._running = None  # in a skipped round, `incoming` was not called
         if not messages or Role.STATISTICS in frozen_roles(round.config):
             return messages
+        timeout = min(self.exchange_timeout, self.reply_timeout)
+        cohort = Cohort(round.grid, messages, timeout, self.reply_timeout, self.roster.name)
         if self.service is not None:
-            run = partial(self.run_exchanges, round)
-            self._running = self.service(round.grid, messages, self.exchange_timeout, run)
+            self._running = self.service(cohort, partial(self.run_exchanges, round))
             return self._running.messages
-        continued = capabilities(round.grid).continue_parked if self.direct else None
-        carrier = ByMessages(round.grid, messages, self.exchange_timeout, continued)
+        carrier = ByMessages(cohort, capabilities(round.grid).continue_parked if self.direct else None)
         return carrier.train_messages(self.run_exchanges(round, carrier))
 
     def run_exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:

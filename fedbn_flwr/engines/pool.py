@@ -240,6 +240,9 @@ class WorkerPool(Pool, ABC, Generic[W]):
         answers: dict[int, Contribution | str] = {}
 
         def on_answers(asked: Sequence[int], result: Answers, lost: str) -> None:
+            if lost and asked[1:]:
+                clients = ", ".join(str(self.nodes.contexts[node].node_config["partition-id"]) for node in asked)
+                lost = f"{lost}, in which one of the clients {clients} was training"
             answers.update(dict.fromkeys(asked, lost) if lost else result)
 
         parked = {node: seat for node in nodes if (seat := self._seats.get(node)) and seat.parked}

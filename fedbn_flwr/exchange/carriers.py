@@ -27,6 +27,7 @@ from fedbn_flwr.messages.reply import reason_of, sent_model, with_config
 from .codec import Agreement, Contribution, agreement_to_records, contribution_from_records
 
 Answers = Mapping[int, Contribution | str]  # by node; a string says why there is no contribution
+
 # An engine's exchange with parked rounds (nodes, agreement, seconds); returns None if the engine has none.
 ContinueParked = Callable[[Sequence[int], Agreement, float], Answers | None]
 
@@ -59,8 +60,18 @@ class Service(Protocol):
         """The replies of the clients that took part in all exchanges."""
 
 
-# For these train messages, with a time limit for an exchange, and the loop over the exchanges.
-MakeService = Callable[[Grid, Sequence[Message], float, Callable[[Carrier], ExchangesDone]], Service]
+@dataclass(frozen=True)
+class Cohort:
+    """The clients of a round with exchanges."""
+
+    grid: Grid
+    messages: Sequence[Message]  # the train messages, without exchanges
+    timeout: float  # seconds for one exchange
+    round_timeout: float  # seconds for the train messages
+    name: Callable[[int], str] = str  # how the log names a node's client
+
+
+MakeService = Callable[[Cohort, Callable[[Carrier], ExchangesDone]], Service]
 
 
 def service() -> MakeService | None:
@@ -69,25 +80,24 @@ def service() -> MakeService | None:
 
 
 class ByMessages:
-    """A carrier over `grid`; without `continue_parked`, all exchanges are messages."""
+    """A carrier of messages; without `continue_parked`, all exchanges are messages."""
 
-    def __init__(
-        self, grid: Grid, messages: Sequence[Message], timeout: float, continue_parked: ContinueParked | None
-    ) -> None:
-        self._grid, self._timeout, self._continue_parked = grid, timeout, continue_parked
-        self._asked = {message.metadata.dst_node_id: message for message in messages}
+    def __init__(self, cohort: Cohort, continue_parked: ContinueParked | None = None) -> None:
+        self._cohort, self._continue_parked = cohort, continue_parked
+        self._asked = {message.metadata.dst_node_id: message for message in cohort.messages}
 
     def train_messages(self, done: ExchangesDone) -> list[Message]:
         """The messages with the last agreement."""
         return self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
+        grid, timeout = self._cohort.grid, self._cohort.timeout
         if agreement is not None and self._continue_parked is not None:
-            answers = self._continue_parked(nodes, agreement, self._timeout)
+            answers = self._continue_parked(nodes, agreement, timeout)
             if answers is not None:
                 return answers
         questions = self._messages(protocol.EXCHANGE_QUERY, nodes, step, agreement)
-        replies = gate(self._grid.send_and_receive(questions, timeout=self._timeout))
+        replies = gate(grid.send_and_receive(questions, timeout=timeout))
         return {reply.metadata.src_node_id: _answer(reply) for reply in replies}
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:

@@ -18,7 +18,7 @@ from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
-from fedbn_flwr.exchange.carriers import Answers, ByMessages
+from fedbn_flwr.exchange.carriers import Answers, ByMessages, Cohort
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
@@ -324,8 +324,8 @@ def test_the_carrier_of_a_skipped_round_has_no_part_in_a_round_without_exchanges
     finished: list[int] = []
 
     class Noting:
-        def __init__(self, grid: Any, messages: Sequence[Message], timeout: float, run: Any) -> None:
-            carrier = ByMessages(grid, messages, timeout, None)
+        def __init__(self, cohort: Cohort, run: Any) -> None:
+            carrier = ByMessages(cohort)
             self.messages = carrier.train_messages(run(carrier))
 
         def finish(self, replies: Sequence[Message]) -> Sequence[Message]:

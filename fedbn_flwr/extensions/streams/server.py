@@ -14,17 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
 from flwr.app import Message
-from flwr.serverapp import Grid
 
 from fedbn_flwr.engines.capabilities import capabilities
-from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
-from fedbn_flwr.exchange.carriers import Carrier, ExchangesDone
+from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
+from fedbn_flwr.exchange.carriers import Carrier, Cohort, ExchangesDone
 from fedbn_flwr.exchange.codec import (
     TEXT_LIMIT,
     Agreement,
@@ -58,13 +58,9 @@ class StreamCarrier:
     """A carrier that runs exchanges on a service, and observes the replies to the train messages."""
 
     def __init__(
-        self,
-        settings: ExchangeConfig,
-        grid: Grid,
-        messages: Sequence[Message],
-        timeout: float,
-        run_exchanges: Callable[[Carrier], ExchangesDone],
+        self, settings: ExchangeConfig, cohort: Cohort, run_exchanges: Callable[[Carrier], ExchangesDone]
     ) -> None:
+        grid, messages = cohort.grid, cohort.messages
         self._engine = capabilities(grid)
         served = self._engine.start()
         if served is not None and served < (count := len(list(grid.get_node_ids()))):
@@ -72,15 +68,15 @@ class StreamCarrier:
                 f"the direct exchange needs all {count} clients alive at once, and this engine serves {served} "
                 "at a time; set engine.workers to the number of clients, or strategy.direct to false"
             )
-        self._timeout = timeout
+        self._timeout, self._end = cohort.timeout, time.monotonic() + cohort.round_timeout
         self._nodes = [message.metadata.dst_node_id for message in messages]
         self._up: list[Arrays] = []  # the contributions to the current exchange
         self._ended: Future[Sequence[int]] = Future()  # the nodes that took part in all exchanges
-        self._service = ExchangeService(settings, self._nodes)
+        self._service = ExchangeService(settings, self._nodes, cohort.name)
         ca = settings.read("ca")
         config = {
             DIRECT: self._service.address,
-            DIRECT_TIMEOUT: float(timeout),
+            DIRECT_TIMEOUT: float(cohort.timeout),
             **({} if settings.certificate else {DIRECT_INSECURE: True}),
             **({} if ca is None else {DIRECT_CA: ca.decode()}),
         }
@@ -97,7 +93,7 @@ class StreamCarrier:
         for reply in replies:
             self.replied(reply)
         wait([self._ended], 1)
-        self._service.lose(self._nodes, "its train message ended, with or without a reply, before the exchanges")
+        self._service.end()
         done = self._ended.result(_JOIN_SECONDS)
         # Clients that dropped out were already reported; ignore their final reply.
         lost = {*self._nodes}.difference(done)
@@ -122,7 +118,9 @@ class StreamCarrier:
         if agreement is not None:
             self._send(nodes, agreement, last=False)
         asked = [node for node in nodes if node in self._nodes]
-        answers = {node: _answer(content) for node, content in self._service.collect(asked, self._timeout).items()}
+        # The others need the rest of the time to finish the round without a client that hangs.
+        seconds = min(self._timeout, (self._end - time.monotonic()) / 2)
+        answers = {node: _answer(content) for node, content in self._service.collect(asked, seconds).items()}
         self._up = [answer.tensors for answer in answers.values() if isinstance(answer, Contribution)]
         return answers
 
@@ -148,6 +146,7 @@ def _answer(content: bytes | str) -> Contribution | str:
 
 
 _GRACE_SECONDS = 10  # to deliver the last answers
+_WARNING_SECONDS = 60  # until the log says for whom the others wait
 
 
 @dataclass
@@ -176,10 +175,13 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
     """A service for `nodes`. It waits up to `bind_seconds` for its port, which another run's round may be using.
 
     A client's message may have up to 4 MB, gRPC's limit, which is mean and variance of 260,000 channels in float64.
+    `name` is how the log names a node's client.
     """
 
-    def __init__(self, settings: ExchangeConfig, nodes: Sequence[int], bind_seconds: float = 60) -> None:
-        self._clients = {node: _Client() for node in nodes}
+    def __init__(
+        self, settings: ExchangeConfig, nodes: Sequence[int], name: Callable[[int], str] = str, bind_seconds: float = 60
+    ) -> None:
+        self._clients, self._name = {node: _Client() for node in nodes}, name
         options = [
             *KEEPALIVE,
             ("grpc.so_reuseport", 0),  # two runs must not share a port unnoticed
@@ -223,13 +225,18 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def collect(self, nodes: Sequence[int], seconds: float) -> dict[int, bytes | str]:
         """Each node's next message, or the reason why there is none. A node that sends none in time is lost."""
-        end, found = time.monotonic() + seconds, dict[int, bytes]()
-        for node in nodes:
-            client, found[node] = self._clients[node], b""
-            try:
-                found[node] = client.received.get(timeout=max(0.0, end - time.monotonic())) or b""
-            except Empty:
-                client.lose(f"it sent nothing to the exchange service within {seconds:g} s")
+        began, found, silent = time.monotonic(), dict.fromkeys(nodes, b""), [*nodes]
+        for limit in sorted({min(_WARNING_SECONDS, seconds), seconds}):
+            for node in [*silent]:
+                with suppress(Empty):
+                    left = max(0.0, began + limit - time.monotonic())
+                    found[node] = self._clients[node].received.get(timeout=left) or b""
+                    silent.remove(node)
+            if silent and limit < seconds:
+                names = few(map(self._name, silent), 3)
+                LOG.warning("all wait for %s since %g s, at most %.0f s in this exchange", names, limit, seconds)
+        for node in silent:
+            self._clients[node].lose(f"it sent nothing to the exchange service within {seconds:.3g} s")
         return found | {node: why for node, why in self.lost.items() if node in found}  # also after its message
 
     def answer(self, nodes: Collection[int], message: bytes, *, last: bool = False) -> None:
@@ -238,6 +245,12 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
         for client in (self._clients[node] for node in nodes):
             client.over = last
             client.answers.put(message)
+
+    def end(self) -> None:
+        """End all nodes' part in the round, whose train messages have ended."""
+        silent = "its train message ended, with or without a reply, before the exchanges"
+        for client in self._clients.values():
+            client.lose(silent if client.call is None else "it waited for others until its train message ended")
 
     def lose(self, nodes: Collection[int], reason: str) -> None:
         """End these nodes' part in the round."""

@@ -21,6 +21,7 @@ from fedbn_flwr import build_model, client_app, strategies
 from fedbn_flwr.engines.metered import MeteredGrid, Traffic
 from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.extensions.streams import server
 from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
@@ -200,6 +201,22 @@ def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
     assert len(used[0]) == 2
     assert "client 1" in flower_log.text
     assert "sent nothing to the exchange service within 2 s" in flower_log.text
+
+
+def test_a_client_that_hangs_costs_at_most_half_of_the_round(
+    federation: Federations, flower_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the train messages of all would end while they wait for it, and none could be used."""
+    monkeypatch.setattr(server, "_WARNING_SECONDS", 1)
+    fed = federation((6, 8, 5), batches=1, model=two_norms, steps=1)
+    strategy = FedTAN(fraction_evaluate=0.0)
+    used = nodes_in_means(strategy)
+    with fed.grid(spoiled(fed, 1, lambda _: time.sleep(60)), workers=3) as local:
+        local.start()
+        strategy.start(PollingGrid(local), fed.arrays(), num_rounds=1, timeout=12)
+    assert used == [[1, 3]]
+    assert "all wait for client 1 (node 2) since 1 s" in flower_log.text
+    assert "exchange 2: left out client 1 (node 2): it sent nothing to the exchange service within" in flower_log.text
 
 
 def test_clients_that_train_without_exchanges_are_not_waited_for(
