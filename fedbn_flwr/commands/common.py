@@ -65,7 +65,7 @@ def continued_by(out: Path | None, *words: str) -> Iterator[None]:
         if out is not None and (stopped := stopped_runs(out)):
             error.add_note(f"{stopped}; {on_with}")
             with suppress(FedbnError):
-                write_report([out], out)
+                write_report([out], out, whole=False)
         raise
 
 

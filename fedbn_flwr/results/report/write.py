@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 _CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # in report.json, along with the metrics
 _CLIENTS = 100  # bars of a picture
 _CURVES = 100  # of the page; each takes a quarter of a second
+_WIDE = 6  # inches, beyond which a picture has a line of the page for itself
 _NOTE = (
     '<p class="note">Values are from the last evaluated round; "best" is the best round on the test examples. '
     'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": only these finished. A MiB '
@@ -57,7 +58,9 @@ _NOTE = (
 )
 
 
-def write_report(folders: Sequence[Path], out: Path, form: ReportForm = DEFAULT, *, only_page: bool = False) -> str:
+def write_report(
+    folders: Sequence[Path], out: Path, form: ReportForm = DEFAULT, *, only_page: bool = False, whole: bool = True
+) -> str:
     """Write a report on the runs in `folders` into the folder `out`.
 
     report.md has the tables, report.csv the first one without rounding, report.tex those for a paper, report.json the
@@ -65,7 +68,8 @@ def write_report(folders: Sequence[Path], out: Path, form: ReportForm = DEFAULT,
     the curves, `sweep` the values of sweeps, `clients` a box plot of clients. Without matplotlib there are none; the
     text names the extra. Returns the tables as text, and the paths of report.md, report.png and report.html.
 
-    With `only_page` only the page is written; `out` may then be its file, ending in .html.
+    With `only_page` only the page is written; `out` may then be its file, ending in .html. If it isn't `whole`, it has the
+    pictures of the files only: to draw each measure takes longer than a short run.
     """
     every = group(find_runs(folders))
     rows, found, notices = choose(every), tables(every, form), notes(every)
@@ -85,7 +89,8 @@ def write_report(folders: Sequence[Path], out: Path, form: ReportForm = DEFAULT,
         _write(out / "report.tex", as_latex(rows, form))
         _write(out / "report.json", to_json([_content(run, row in rows) for row in every for run in row.runs]) + "\n")
         paths = {"table": out / "report.md", **({"plot": out / "report.png"} if shown else {}), **paths}
-    _write(file, page(every, form, has_pictures=bool(shown)))
+    pictures = _pictures_of_page(rows, form) if shown and whole else [("Pictures", "", shown.values())]
+    _write(file, page(every, form, pictures))
     written = "\n".join(f"{what + ':':6} {from_here(path)}" for what, path in paths.items())
     return "\n\n".join([*notices, tables_as_text(found) + missing, written])
 
@@ -127,15 +132,18 @@ def _content(run: Run, chosen: bool) -> Json:
 # --- the page ---
 
 
-def page(every: Sequence[Row], form: ReportForm, *, has_pictures: bool) -> str:
-    """The tables and, if matplotlib is installed, the pictures; pictures of single measures are folded in."""
+# Of a page: the section, the name of the pictures, which are folded in if they have one, and the pictures.
+Pictures = Iterable[tuple[str, str, Iterable["Plot"]]]
+
+
+def page(every: Sequence[Row], form: ReportForm, drawn: Pictures = ()) -> str:
     rows, numbers = choose(every), count()
     runs = runs_of(rows)
     sections = {"Results": "".join(map(_table, tables(every, form))) + _NOTE}
-    for heading, name, pictures in _pictures_of_page(rows, form) if has_pictures else ():
+    for heading, name, pictures in drawn:
         text = f'<div class="pictures">{"".join(map(_figure, numbers, pictures))}</div>'
         text = f'<details class="print"><summary>{in_html(name)}</summary>{text}</details>' if name else text
-        sections[heading] = sections.get(heading, "") + text
+        sections[heading] = sections.get(heading, "") + text * ("<figure" in text)
     sections["Settings"] = _table(differing_settings(rows)) + "".join(map(_run, runs))
     shown = {name: text for name, text in sections.items() if text}
     words = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
@@ -165,10 +173,11 @@ def _figure(number: int, picture: Plot) -> str:
     name, values = in_html(picture.name), "".join(f"<li>{in_html(words)}</li>" for words in picture.words)
     shown = f'<svg role="img" aria-label="{name}"{svg[svg.index("<svg") + 4 :]}'
     opened = f'<details><summary aria-label="Values of {name}">Values</summary><ul tabindex="0">{values}</ul></details>'
-    return f"<figure>{shown}{opened if values else ''}</figure>"
+    wide = ' class="wide"' if picture.get_figwidth() > _WIDE else ""
+    return f"<figure{wide}>{shown}{opened if values else ''}</figure>"
 
 
-def _pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Iterator[tuple[str, str, Iterable[Plot]]]:
+def _pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Pictures:
     """The section, the name and the pictures: of the whole report, and of each measure and partition."""
     yield "Pictures", "", alone_all(rows, form)
     main = both(first_of(rows, form), rows)

@@ -73,7 +73,7 @@ def with_other_value(content: bytes, seed: int, name: str) -> bytes:
 def read_all(folder: Path) -> None:
     """What a report and `fedbn status` read."""
     read_state(folder)
-    page(group(find_runs([folder])), DEFAULT, has_pictures=False)
+    page(group(find_runs([folder])), DEFAULT)
     for run in find_runs([folder]):
         for name in ("partition.json", "norms.jsonl", "clients.jsonl"):
             RunFolder(run.folder).lines(name) if name.endswith("l") else RunFolder(run.folder).read(name)

@@ -207,6 +207,18 @@ def test_colours_of_text_and_axes_are_those_of_the_page(tmp_path: Path) -> None:
     assert all(words in pictures[0] for words in replaced[:2])
 
 
+def test_the_page_after_a_run_has_the_pictures_of_the_files(tmp_path: Path) -> None:
+    """It draws no others."""
+    counts = {"title": "digits: iid", "classes": ["a", "b"], "counts": [[3, 0], [1, 2]], "clients": []}
+    write_run(tmp_path / "run", "FedAvg", files={"partition.json": counts})
+    for whole, headings in ((False, ["Pictures"]), (True, ["Pictures", "Curves", "Data of the clients"])):
+        write_report([tmp_path / "run"], tmp_path / "out", whole=whole)
+        text = (tmp_path / "out" / "report.html").read_text()
+        assert re.findall("<h2>(.*?)</h2>", text) == ["Results", *headings, "Settings"]
+        assert text.count("<figure") == (1 if not whole else text.count("<svg"))
+        assert text.count('class="wide"') == (not whole)
+
+
 def test_a_damaged_file_is_reported_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", "FedBN")
     (tmp_path / "run" / "partition.json").write_text("{")
