@@ -83,6 +83,15 @@ class Diverged(RunFailed):
     pass
 
 
+@contextmanager
+def locate_errors(where: str) -> Iterator[None]:
+    """Begin the errors of a check with the place that is checked."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{where}: {error}") from error.__cause__  # one traceback in notebooks
+
+
 LOG = logging.getLogger("flwr")  # Flower's logger, so that its settings apply
 
 

@@ -132,7 +132,7 @@ _given: dict[str, Make] = {}  # by name, the parts that this process cannot impo
 _MARK = f"@{secrets.token_hex(4)}"  # of this process, in the name of such a part
 
 
-def name_for(part: Make) -> str:
+def give_name(part: Make) -> str:
     """The name of a function, class or `functools.partial`, with which `load` returns it.
 
     What no module has, such as a function inside another one, is kept: its name holds in this process and its forked
@@ -141,7 +141,7 @@ def name_for(part: Make) -> str:
     if isinstance(part, functools.partial):
         text = ", ".join(f"{key}={value!r}" for key, value in part.keywords.items())
         if not part.args and (not text or _arguments(f"{text})") is not None):
-            return name_for(part.func) + (f"({text})" if text else "")
+            return give_name(part.func) + (f"({text})" if text else "")
     core = part.func if isinstance(part, functools.partial) else part
     name = f"{core.__module__}:{core.__qualname__}"
     if core is not part or "<" in name:

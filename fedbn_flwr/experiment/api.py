@@ -13,8 +13,8 @@ from typing import Any, Unpack
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
-from fedbn_flwr.errors import SettingsError, UserError, options_as
-from fedbn_flwr.named import name_for, names_in
+from fedbn_flwr.errors import SettingsError, UserError, locate_errors, options_as
+from fedbn_flwr.named import give_name, names_in
 from fedbn_flwr.results.folder.places import out_folder
 from fedbn_flwr.results.result import Result, Results
 from fedbn_flwr.text import shorten
@@ -24,7 +24,6 @@ from fedbn_flwr.yaml_text import check_values
 from .data import forget_data
 from .file.content import check_mapping, follow_extends, read_content
 from .file.layers import changes_of, read_experiment
-from .file.problems import naming
 from .node import free_models
 from .run.launch import carry_out, check_failures, is_begun, run_folders
 from .settings import Changes, Experiment, Settings
@@ -145,8 +144,8 @@ def _plain(key: str, value: object) -> object:
                 f"{key} has a {type(value).__name__} ({shorten(repr(value), 100)}); expected numbers, texts, lists, "
                 "dicts, or functions and classes"
             )
-        with naming(key or "the experiment"):
-            return name_for(value)
+        with locate_errors(key or "the experiment"):
+            return give_name(value)
 
     plain = _JSON.dump_python(value, mode="json", exclude_unset=True, fallback=other)
     check_values(plain, key)

@@ -285,7 +285,7 @@ def _not_agreed(inputs: Value) -> NoReturn:
 
 
 def named_run(experiment: Experiment, config: Config) -> Settings:
-    runs = experiment.named
+    runs = experiment.by_folder
     name = str(config.get(protocol.RUN, next(iter(runs))))
     if name not in runs:
         raise SettingsError(

@@ -151,7 +151,7 @@ class Parts(RunParts):
             "global": traits.has_global_model,
             **({"own_models": True} if traits.own_models else {}),
             **(
-                {"own_inputs": {key: named.name_for(rule_of(key)) for key in traits.own_inputs}}
+                {"own_inputs": {key: named.give_name(rule_of(key)) for key in traits.own_inputs}}
                 if traits.own_inputs
                 else {}
             ),

@@ -19,7 +19,7 @@ from fedbn_flwr.client.training import ONE_VALUE
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.data.partitions import hold_out
-from fedbn_flwr.errors import SettingsError, did_you_mean, few
+from fedbn_flwr.errors import SettingsError, did_you_mean, few, locate_errors
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
@@ -31,7 +31,6 @@ from fedbn_flwr.tasks import Task
 from fedbn_flwr.trees import Tree
 
 from .data import Shape, check_labels, try_data
-from .file.problems import naming
 from .parts import Parts, has_own_loss, learning_rate, plain_loss
 from .settings import Experiment, Settings, name_in, strategy_name, tracker_of
 
@@ -42,13 +41,13 @@ def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_
     With `own_data`, nodes may have data of their own, so that the sizes of the partitions do not matter. Runs of one
     label differ only in their seeds, so the network and its training are tried for the first of them.
     """
-    by_place = [(run, name) for name, run in experiment.named.items()]
+    by_place = [(run, name) for name, run in experiment.by_folder.items()]
     chosen = by_place if places is None else [by_place[place] for place in places]
     several = len({run.label for run, _ in chosen}) > 1
     prepared: list[Parts] = []
     for run, name in chosen:
         is_tried = run.label in {other.run.label for other in prepared}
-        with naming(f"run {run.label!r}") if several else nullcontext():
+        with locate_errors(f"run {run.label!r}") if several else nullcontext():
             prepared.append(prepare_run(run, name, make_rule(run), is_tried=is_tried))
             if len(chosen) > 1:
                 prepared[-1].release()  # a sweep has many models
@@ -291,7 +290,7 @@ def _check_names(task: Task, metrics: Sequence[Metric], notes: Collection[str]) 
         raise SettingsError(
             f"the strategy's notes() have {other[0]!r}, a name that the run itself uses; rename the note"
         )
-    with naming("evaluate.metrics"):
+    with locate_errors("evaluate.metrics"):
         check_metrics(task, metrics, lambda name: name in notes or is_taken(name, task))
     names = [name_of(metric) for metric in metrics]
     if twice := [name for name in names if names.count(name) > 1]:

@@ -625,7 +625,7 @@ class Experiment:
     layers: Mapping[str, Sequence[Layer]] = field(default_factory=dict)  # by the label of a run
 
     @functools.cached_property
-    def named(self) -> dict[str, Settings]:
+    def by_folder(self) -> dict[str, Settings]:
         """The runs by the names of their folders: the label, with the seed if the experiment has seeds."""
         names = [file_name(run.label) for run in self.runs]
         if self.seeded or len(set(names)) < len(names):

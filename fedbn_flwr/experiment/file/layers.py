@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import SettingsError, did_you_mean, locate_errors
 from fedbn_flwr.text import shorten
 from fedbn_flwr.trees import Draft, Tree, flat_settings
 from fedbn_flwr.yaml_text import parse_yaml
@@ -31,7 +31,7 @@ from .expansion import (
     lists_of,
     values_in_words,
 )
-from .problems import check_settings, naming
+from .problems import check_settings
 
 COMMAND_LINE = "command line"
 # Settings that a published result doesn't depend on, or that papers don't mention.
@@ -162,7 +162,7 @@ class _File:
     def runs(self, row: _Row, cell: Cell, layers: Sequence[Layer]) -> list[Settings]:
         """A run of the cell for each seed."""
         label = ", ".join([*filter(None, [row.label]), *values_in_words(cell)])
-        with naming(f"{self.name}, run {label!r}" if label else self.name):
+        with locate_errors(f"{self.name}, run {label!r}" if label else self.name):
             settings = _settings_of(row, cell, layers, self.compared)
             if (known := self.published.get(condition(cell), self.published.get(row.label))) is not None:
                 given, last = merge_layers(layers[:-2]), merge_layers(layers[-2:])

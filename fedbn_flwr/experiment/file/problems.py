@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedbn_flwr.data.partitions import KINDS, OwnOptions
 from fedbn_flwr.data.source import HeldOut
-from fedbn_flwr.errors import SettingsError, UserError, did_you_mean, few
+from fedbn_flwr.errors import SettingsError, did_you_mean, few
 from fedbn_flwr.text import shorten
 from fedbn_flwr.trees import Tree
 
@@ -18,15 +17,6 @@ from ..settings import DERIVED, OWN, Settings
 from .content import KEYS_OF_A_FILE
 
 _EXPLAINED = 10  # problems; each may list the known keys
-
-
-@contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Begin the errors of a check with the place that is checked."""
-    try:
-        yield
-    except UserError as error:
-        raise type(error)(f"{where}: {error}") from error.__cause__  # one traceback in notebooks
 
 
 def check_settings(settings: Tree) -> Settings:

@@ -65,7 +65,7 @@ def check_failures(failures: Sequence[str]) -> None:
 
 
 def run_folders(experiment: Experiment, out: Path) -> list[RunFolder]:
-    return [RunFolder(out / name) for name in experiment.named]
+    return [RunFolder(out / name) for name in experiment.by_folder]
 
 
 def is_begun(experiment: Experiment, out: Path) -> bool:
@@ -116,7 +116,7 @@ def run_experiment(
         raise Diverged(failed[0])
     jobs = jobs_of(experiment.runs, len(todo), jobs)
     with Progress(
-        list(experiment.named), [run.rounds for run in experiment.runs], plain=plain, quiet=quiet
+        list(experiment.by_folder), [run.rounds for run in experiment.runs], plain=plain, quiet=quiet
     ) as progress:
         progress.status("loading data")
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))

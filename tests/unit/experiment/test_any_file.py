@@ -89,7 +89,7 @@ def attempt(source: str, changes: list[str]) -> Any:
     """The experiment with its strategies made, or the error with which it is refused."""
     try:
         experiment = load_experiment(source, changes)
-        list(experiment.named)
+        list(experiment.by_folder)
         for run in experiment.runs:
             make_rule(run)
     except UserError as error:

@@ -146,7 +146,7 @@ def test_seeds_repeat_each_cell() -> None:
 
 def test_an_override_of_a_listed_key_selects_cells_with_their_folders() -> None:
     whole, some = (
-        list(read_experiment(parse_yaml(SWEPT), parse_overrides(overrides)).named)
+        list(read_experiment(parse_yaml(SWEPT), parse_overrides(overrides)).by_folder)
         for overrides in ([], ["train.lr=0.1", "only=FixBN"])
     )
     assert some == ["FixBN-alpha=0.1-lr=0.1", "FixBN-alpha=1.0-lr=0.1"]

@@ -41,7 +41,7 @@ def test_the_bytes_are_those_of_the_ledger(tmp_path: Path) -> None:
     experiment = load_experiment(SMALL + STRATEGIES, ["rounds=3", "only=[FedAvg,FedBN,SiloBN,FixBN,Standalone]"])
     explained = {run.label: run for run in explain(experiment)}
     carry_out(experiment, tmp_path, resume=False)
-    for name, run in experiment.named.items():
+    for name, run in experiment.by_folder.items():
         found = explained[run.label]
         line = json.loads((tmp_path / name / "history.jsonl").read_text().splitlines()[0])
         assert 4 * sum(found.model[role].bytes for role in found.down) == line["bytes_down"], name

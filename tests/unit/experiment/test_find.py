@@ -359,7 +359,7 @@ def test_a_seed_on_the_command_line_asks_for_that_one() -> None:
     ],
 )
 def test_the_seeds_of_a_nearer_place_count_and_names_stay(content: str, overrides: list[str], names: list[str]) -> None:
-    assert [*read_experiment(parse_yaml(content), parse_overrides(overrides)).named] == names
+    assert [*read_experiment(parse_yaml(content), parse_overrides(overrides)).by_folder] == names
 
 
 def test_a_file_s_seed_counts_and_not_the_seeds_of_the_file_that_it_extends(tmp_path: Path) -> None:
@@ -389,12 +389,12 @@ def test_a_run_without_a_label_has_the_name_of_its_strategy() -> None:
 
 def test_names_of_runs_are_names_of_folders() -> None:
     runs = read_experiment(parse_yaml("seeds: [0, 1]\nruns: {'a b/c': {}}"))
-    assert list(runs.named) == ["a-b-c-seed0", "a-b-c-seed1"]
+    assert list(runs.by_folder) == ["a-b-c-seed0", "a-b-c-seed1"]
 
 
 def test_the_same_seed_twice_is_refused() -> None:
     with pytest.raises(SettingsError, match="two runs are both called"):
-        list(read_experiment(parse_yaml("seeds: [1, 1]")).named)
+        list(read_experiment(parse_yaml("seeds: [1, 1]")).by_folder)
 
 
 # --- overrides of the compared keys ------------------------------------------

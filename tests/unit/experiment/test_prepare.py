@@ -80,7 +80,7 @@ def test_every_shipped_experiment_loads_and_can_be_prepared(file: Path, monkeypa
     experiment_data.forget_data()
     experiment = load_experiment(str(file))
     assert experiment.description, "fedbn list experiments shows it"
-    run, name = experiment.runs[-1], list(experiment.named)[-1]  # nightly tests train all of them at size smoke
+    run, name = experiment.runs[-1], list(experiment.by_folder)[-1]  # nightly tests train all of them at size smoke
     if run.data.crop is not None:  # networks of pixels take seconds to try
         run = run.model_copy(update={"data": run.data.model_copy(update={"crop": 64})})
     prepared = prepare_run(run, name, make_rule(run))

@@ -95,10 +95,10 @@ def test_wrong_published_figures_are_refused(published: str, says: list[str]) ->
 def test_a_label_never_leaves_the_folder_of_its_experiment() -> None:
     labels = ["..", ".", "../../x", "a/b", ".hidden", "\u00e9" * 300]
     runs = {"runs": {label: {"rounds": i + 1} for i, label in enumerate(labels)}}
-    names = list(read_experiment(runs, parse_overrides(("only=[..]",))).named)
+    names = list(read_experiment(runs, parse_overrides(("only=[..]",))).by_folder)
     assert names == ["run"]
     names = list(
-        read_experiment(runs, parse_overrides(("only=['../../x', a/b, .hidden, '" + labels[-1] + "']",))).named
+        read_experiment(runs, parse_overrides(("only=['../../x', a/b, .hidden, '" + labels[-1] + "']",))).by_folder
     )
     assert names[:3] == ["x", "a-b", "hidden"]
     assert len(names[3].encode()) <= 200

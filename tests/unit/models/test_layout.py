@@ -110,7 +110,7 @@ def test_auto_is_for_the_networks_of_this_library(changes: dict[str, Any], expec
     settings = {"train.channels_last": "auto", **changes}
     experiment = load_experiment("quick", [f"{key}={json.dumps(value)}" for key, value in settings.items()])
     context = Context(run_id=0, node_id=0, node_config={"partition-id": 0}, state=RecordDict(), run_config={})
-    assert is_last(ClientMaker(experiment)(context, {protocol.RUN: next(iter(experiment.named))}).model) == expected
+    assert is_last(ClientMaker(experiment)(context, {protocol.RUN: next(iter(experiment.by_folder))}).model) == expected
 
 
 # --- what BNClient does by default ---
