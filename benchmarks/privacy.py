@@ -1,15 +1,16 @@
 """Measures accuracy against epsilon for the three treatments of batch norm's statistics, and for group norm.
 
-    python benchmarks/privacy.py noise keep freeze 'group norm' > docs/results/private/digits.txt
-    python benchmarks/privacy.py re-estimated > docs/results/private/reestimated.txt
+    python benchmarks/privacy.py noise keep freeze 'group norm' > docs/results/private/digits.jsonl
+    python benchmarks/privacy.py re-estimated > docs/results/private/reestimated.jsonl
 
 Sixty clients with about 24 of the embedded handwritten digits each, a perceptron, 15 rounds of four steps. The runs
 of a row have the same epsilon for delta 1e-5 (changes left out); with `noise` a fifth of mu^2 is for the statistics.
 The noise is drawn from the seed too, so the figures can be repeated. The accuracy is that of the global model on the
-test images, mean and standard deviation over the seeds; with `keep` its statistics are those of the test images
+test images, of each seed, with mean and standard deviation; with `keep` its statistics are those of the test images
 (`evaluate.statistics: reestimated`); `re-estimated` is `noise` evaluated in the same way.
 """
 
+import json
 import math
 import shlex
 import statistics
@@ -64,14 +65,10 @@ def settings(way: str, epsilon: float) -> dict[str, object]:
 
 made = environment()
 chosen = sys.argv[1:] or [*WAYS]
-command = shlex.join(["python", "benchmarks/privacy.py", *sys.argv[1:]])
-print(
-    f"# {command}; commit {made['commit']}; {made['processor']}, {made['cores']} cores; "
-    f"torch {made['versions']['torch']}\n# {ROUNDS} rounds, 60 clients, delta {DELTA:g}, seeds {list(SEEDS)}"
-)
-print(f"{'epsilon':>8}  " + "  ".join(f"{way:>16}" for way in chosen), flush=True)
+machine = f"{made['processor']}, {made['cores']} cores; torch {made['versions']['torch']}"
+command = f"{shlex.join(['python', 'benchmarks/privacy.py', *sys.argv[1:]])}; commit {made['commit']}; {machine}"
+print(json.dumps({"note": f"{command}\n{ROUNDS} rounds, 60 clients, delta {DELTA:g}, seeds {list(SEEDS)}"}), flush=True)
 for epsilon in (math.inf, 30.0, 10.0, 3.0):
-    cells = []
     for way in chosen:
         found = []
         for seed in SEEDS:
@@ -81,6 +78,5 @@ for epsilon in (math.inf, 30.0, 10.0, 3.0):
             report = result.summary.notes["privacy"]
             assert math.isinf(epsilon) or abs(report["epsilon"] - epsilon) < 1e-3 * epsilon, report
             found.append(100 * result.summary.accuracy)
-            print(way, epsilon, found, file=sys.stderr, flush=True)
-        cells.append(f"{statistics.mean(found):.1f} ± {statistics.stdev(found):.1f}")
-    print(f"{epsilon:>8g}  " + "  ".join(f"{cell:>16}" for cell in cells), flush=True)
+        line = {"way": way, "epsilon": None if math.isinf(epsilon) else epsilon, "accuracies": found}
+        print(json.dumps(line | {"mean": statistics.mean(found), "deviation": statistics.stdev(found)}), flush=True)

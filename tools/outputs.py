@@ -224,20 +224,18 @@ def secure() -> Table:
 
 
 def private() -> Table:
-    columns: dict[str, tuple[str, ...]] = {}
-    for file in ("digits.txt", "reestimated.txt"):
-        _, _, head, *text = (RESULTS / "private" / file).read_text(encoding="utf-8").splitlines()
-        cells = (re.split(r" {2,}", line.replace("inf", "no noise", 1).strip()) for line in text)
-        columns |= dict(zip(re.split(r" {2,}", head.strip()), zip(*cells, strict=True), strict=True))
     names = {
-        "epsilon": "epsilon",
         "noise": "noisy statistics",
         "freeze": "frozen",
         "group norm": "group norm",
         "re-estimated": "noisy, re-estimated",
         "keep": "kept, re-estimated",
     }
-    return tuple(names.values()), [*zip(*map(columns.__getitem__, names), strict=True)]
+    rows: dict[str, dict[str, str]] = {}
+    for line in itertools.chain.from_iterable(lines(f"private/{name}.jsonl")[1:] for name in ("digits", "reestimated")):
+        epsilon = "no noise" if line["epsilon"] is None else f"{line['epsilon']:g}"
+        rows.setdefault(epsilon, {})[line["way"]] = f"{line['mean']:.1f} ± {line['deviation']:.1f}"
+    return ("epsilon", *names.values()), [(epsilon, *map(row.__getitem__, names)) for epsilon, row in rows.items()]
 
 
 ATTACKS = ("scaled", "statistics", "flipped", "noise")
