@@ -15,11 +15,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Literal, Never
+from typing import Annotated, Literal, Never, Self
 
 import numpy as np
+from annotated_types import Ge, Le
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import LOG, SettingsError, did_you_mean, few
@@ -37,6 +39,8 @@ from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
 from fedbn_flwr.trees import Json
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
+Share = Annotated[float, Ge(0), Le(1), "a share of the nodes from 0 to 1"]
+Nodes = Annotated[int, Ge(0), "a number of nodes"]
 Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]
 
 
@@ -64,13 +68,20 @@ class FedAvg(Base, FlowerFedAvg):
         send them for this purpose; "initial" keeps the initial values, and clients do not send them.
     """
 
+    def __new__(cls, *arguments: object, **options: object) -> Self:
+        if any(isinstance(each, Strategy) for each in arguments):
+            raise TypeError(
+                f"{cls.__name__} wraps no other strategy; give it settings, and wrap it: FixBN({cls.__name__}())"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
+        fraction_train: Share = 1.0,
+        fraction_evaluate: Share = 1.0,
+        min_train_nodes: Nodes = 2,
+        min_evaluate_nodes: Nodes = 2,
+        min_available_nodes: Nodes = 2,
         weighted_by_key: str = protocol.NUM_EXAMPLES,
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",

@@ -42,6 +42,7 @@ DRAWN = "fedbn.inputs-drawn"
 MEAN = "fedbn.inputs-mean"
 DEVIATION = "fedbn.inputs-deviation"
 OWN = "fedbn.inputs-own"
+_MOST_DEVIATIONS = 10**6  # between a mean and zero: further away, float32 hardly tells inputs apart
 
 
 class FedRDN(Wrapper):
@@ -92,6 +93,8 @@ def _problem(arrays: Arrays, known: Arrays) -> str | None:
         return f"it sent {sorted(arrays)}; expected mean and scale (1 / deviation) of each channel of its inputs"
     if problem := arrays_problem(arrays, known or dict.fromkeys(arrays, arrays["mean"])):
         return problem
+    if not (np.abs(arrays["mean"] * arrays["scale"], dtype=np.float64) <= _MOST_DEVIATIONS).all():
+        return f"the mean of its inputs is more than {_MOST_DEVIATIONS:,} deviations from zero"
     too_small = "it sent a scale of its inputs that is not above zero, or too small for float32"
     return None if (arrays["scale"] > np.finfo(np.float32).tiny).all() else too_small
 

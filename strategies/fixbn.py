@@ -22,9 +22,7 @@ remain:
 
 - That code divides variances by n - 1, where n counts images. Here it is n, since only the ratios of weights count.
 - In rounds before the freeze, statistics are pooled (`FedAvg(statistics="pooled")`).
-- The paper's robust variant is known from its abstract only. Here `robust` is the coordinate-wise trimmed mean: in each
-  channel, this share of the clients with the smallest and with the largest values is left out of the mean, first of
-  the clients' means, then of their variances about the new mean. All clients count equally in it.
+- The paper's variant against malicious clients is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Le, MinLen
 from flwr.app import ArrayRecord
 from flwr.serverapp.strategy import Strategy
 
@@ -87,9 +85,6 @@ class FixBN(Wrapper):
     refresh : float | None (default: None)
         How far each frozen round moves the statistics towards the moments of its batches, 0 to 1; FBN is 0.1 with
         `freeze_round=0`. None keeps the statistics.
-    robust : float (default: 0.0)
-        With `refresh`: the share of the clients to leave out at either end of each channel, rounded up, so that a few
-        clients cannot set the statistics. All clients then count equally; 0 is the weighted mean.
     """
 
     argument = "freeze_round"  # the name of the argument T*, for errors
@@ -107,7 +102,6 @@ class FixBN(Wrapper):
         freeze_round: FreezeRound = 0.5,
         freeze: Frozen = ("statistics",),
         refresh: Annotated[float, Gt(0), Le(1)] | None = None,
-        robust: Annotated[float, Ge(0), Lt(0.5)] = 0.0,
     ) -> None:
         cure = (
             "FixBN would freeze values that are not data statistics; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
@@ -120,16 +114,12 @@ class FixBN(Wrapper):
         super().__init__(strategy, needs)
         self.freeze_round = freeze_round
         self.freeze = frozenset(map(Role, [freeze] if isinstance(freeze, str) else freeze))
-        self.refresh, self.robust = refresh, robust
+        self.refresh = refresh
         self.memory.switch_round = switch_of(freeze_round)
         self._check_others()
         if refresh is not None:
             self._check_refresh()
             self.traits |= Traits(pooled=True)
-        elif robust:
-            raise SettingsError(f"robust is {robust}, which is for statistics that are refreshed; give refresh too")
-        if robust:
-            self.breaks = {**self.breaks, "mean": "trims the statistics of single clients"}
 
     def _check_others(self) -> None:
         """Raise SettingsError if two rules freeze the same statistics."""
@@ -222,7 +212,7 @@ class FixBN(Wrapper):
 
     def notes(self) -> Json:
         switch = self.memory.switch_round
-        refreshed = {"refresh": self.refresh, "robust": self.robust} if self.refresh else {}
+        refreshed = {"refresh": self.refresh} if self.refresh else {}
         return {**super().notes(), "freeze_round": switch and switch - 1, "frozen": sorted(self.freeze), **refreshed}
 
     def _is_free(self, round: Round) -> bool:
@@ -232,9 +222,9 @@ class FixBN(Wrapper):
             return switch is None or round.number < switch
         if switch is None:
             raise SettingsError(
-                f"{name}={self.freeze_round!r} depends on the number of rounds, which start() of a fedbn_flwr strategy "
-                "passes on, but another strategy wraps this one, or start() was not called. Give "
-                f"{name} as a round (an int), or wrap the other strategy instead: FixBN(OtherStrategy(...))"
+                f"{name}={self.freeze_round!r} is a share of the rounds, and their number is unknown: another strategy "
+                f"wraps this one, or start() wasn't called. Give {name} as a round (an int), or wrap the other "
+                "strategy instead: FixBN(OtherStrategy(...))"
             )
         return round.number < switch
 
@@ -258,12 +248,7 @@ class FixBN(Wrapper):
         pooled = pooled_mean(cohort, weights)
         new: dict[str, Array] = {}
         for key in sorted(sent, key=is_variance):  # the new means first
-            if not is_variance(key):
-                center = trimmed_mean([reply[key] for reply in cohort], self.robust) if self.robust else pooled[key]
-            elif self.robust:
-                center = trimmed_mean([about(reply, key, new) for reply in cohort], self.robust)
-            else:
-                center = about(pooled, key, new)
+            center = about(pooled, key, new) if is_variance(key) else pooled[key]
             new[key] = rate * center + (1 - rate) * sent[key].astype(np.float64)
         return {key: cast(value, sent[key].dtype) for key, value in new.items()}
 
@@ -281,13 +266,6 @@ def about(statistics: Arrays, key: str, center: Arrays) -> Array:
     """The second moment about other means, from a variance and the means that belong to it."""
     second: Array = statistics[key] + np.square(statistics[mean_of(key)] - center[mean_of(key)])
     return second
-
-
-def trimmed_mean(values: Sequence[Array], share: float) -> Array:
-    """The mean of each element without this share of the smallest and of the largest values, rounded up."""
-    cut = min(math.ceil(share * len(values) - 1e-9), (len(values) - 1) // 2)
-    trimmed: Array = np.sort(np.stack(values), axis=0)[cut : len(values) - cut].mean(axis=0)
-    return trimmed
 
 
 def is_initial(arrays: Arrays) -> bool:

@@ -202,7 +202,8 @@ def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | N
     A reply is absurd if both are true for one of its arrays:
 
     - It has a value above 7e12, or above the square of 7e12 in `squares` (by default the running variances).
-    - Its largest change, from `sent` or from zero, is more than 1,000 times the median change of the other replies.
+    - Its largest change, from `sent` or from zero, is more than 1,000 times the median change of the other replies,
+      which is itself below that limit: otherwise the whole run has diverged.
 
     The change alone is not enough. An honest client may train an array that the others have frozen, or its data may
     have other units. In a run that diverged on some clients, their changes were 2.5 million times as large. The value
@@ -217,12 +218,12 @@ def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | N
             continue  # the common case
         squares = variance_keys(arrays) if squares is None else squares
         for key, value in arrays.items():
-            size = largest_of({key: value})
-            if size <= (_HUGE**2 if key in squares else _HUGE):
+            limit = _HUGE**2 if key in squares else _HUGE
+            if largest_of({key: value}) <= limit:
                 continue
             changes = [_largest_change(reply[key], sent.get(key)) for reply in replies]
             middle = float(np.median([*changes[:i], *changes[i + 1 :]]))
-            if changes[i] > MOST_TIMES * middle:
+            if middle <= limit and changes[i] > MOST_TIMES * middle:
                 problems[i] = (
                     f"{key!r} changed by up to {changes[i]:.2g}, and by {middle:.2g} in the median of the other "
                     f"clients; expected at most {MOST_TIMES:,} times the median for values this large"

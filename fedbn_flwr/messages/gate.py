@@ -85,7 +85,9 @@ def _check_metrics(metrics: MetricRecord) -> None:
         )
     for key, value in metrics.items():
         if len(key) > _LONGEST_NAME:
-            raise MessageError(f"its metric {shown(key)} has a name of {len(key)} characters; expected {_LONGEST_NAME}")
+            raise MessageError(
+                f"its metric {shown(key)} has a name of {len(key)} characters; at most {_LONGEST_NAME} are accepted"
+            )
         if key in (protocol.PARTITION, protocol.STATE_ROUND):
             _check_whole(key, value)
             continue

@@ -47,7 +47,7 @@ def _form(key: str, metrics: protocol.Config) -> tuple[int, str]:
     if isinstance(value, list):
         return 2, "a list of numbers"
     if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
-        return 1, "above 1"
+        return 1, "a number outside 0 to 1"
     if key == protocol.BATCH_EXAMPLES and examples is not None and value > examples:
         return 1, f"above its {protocol.NUM_EXAMPLES!r}"
     return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from flwr.app import ArrayRecord, Message
 
@@ -115,6 +116,9 @@ class Poll:
             if (node := message.metadata.src_node_id) not in self.used
         ]
         replies = [self.usable[node] for node in self.used]
+        for one, other in pairwise(self.used):  # a client that is back has another node id, but answers once
+            if (partition := self.partitions[one]) is not None and partition == self.partitions[other]:
+                log_once(f"nodes {one} and {other} report the same partition-id {partition}; give each node its own")
         self._warn_of_metrics(replies)
         return replies
 

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr import LocalGrid
 from fedbn_flwr.errors import SettingsError, log_once
-from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedTAN, FixBN, MeanStatistics, Private, Secure
 from tests.support.federations import Arrays, last_model, models_of
 
@@ -46,15 +44,13 @@ def client(batches: Any, w: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tenso
     return own, torch.stack(means).mean(0), torch.stack(variances).mean(0)
 
 
-def twin(fed: Any, rounds: int, rate: float, trim: int = 0) -> dict[str, Tensor]:
-    """`rounds` rounds of FBN; with `trim`, that many clients are left out at either end, and the rest count equally."""
+def twin(fed: Any, rounds: int, rate: float) -> dict[str, Tensor]:
+    """`rounds` rounds of FBN."""
     w = {key: value.clone() for key, value in fed.model.state_dict().items() if "num_batches" not in key}
     sizes = [sum(len(images) for images, _ in data.batches) for data in fed.data]
     n = sum(sizes)
 
     def mean(values: list[Tensor]) -> Tensor:
-        if trim:
-            return torch.stack(values).sort(0).values[trim:-trim].mean(0)
         return sum((size * value for size, value in zip(sizes, values, strict=True)), torch.zeros(())) / n
 
     for _ in range(rounds):
@@ -77,32 +73,6 @@ def check(found: Arrays, expected: dict[str, Tensor], tolerance: float = 1e-12) 
 def test_rounds_are_the_explicit_sums(federation: Federations, rate: float) -> None:
     fed = federation((6, 8, 10), batches=2, dtype=torch.float64, lr=LR)
     check(last_model(fed, fbn(rate), 3), twin(fed, 3, rate))
-
-
-def test_the_trimmed_mean_leaves_out_a_client_at_either_end_of_each_channel(federation: Federations) -> None:
-    fed = federation((6, 8, 10, 7, 9), dtype=torch.float64, lr=LR)
-    check(last_model(fed, fbn(0.5, robust=0.2), 3), twin(fed, 3, 0.5, trim=1))
-    check(last_model(fed, fbn(0.5, robust=0.01), 1), twin(fed, 1, 0.5, trim=1))  # rounded up
-
-
-def test_one_client_can_move_the_mean_as_far_as_it_likes_but_not_the_trimmed_one(federation: Federations) -> None:
-    """A sixth of a million with the mean; with the trimmed mean no further than the farthest honest client."""
-    fed = federation((6, 8, 10, 6, 6), lr=LR)
-
-    class Lying(LocalGrid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            replies = list(super().send_and_receive(messages, timeout=timeout))
-            for reply in replies[:1]:  # no replies to an evaluation
-                arrays = {**unpack(reply.content["arrays"]), "1.running_mean": np.full(4, 1e6, np.float32)}
-                reply.content["arrays"] = pack(arrays)
-            return replies
-
-    honest = last_model(fed, fbn(1.0), 1)["1.running_mean"]
-    mean, trimmed = (
-        last_model(fed, fbn(1.0, robust=robust), 1, grid=Lying(fed.app(), 5))["1.running_mean"] for robust in (0, 0.2)
-    )
-    assert (mean > 1e5).all()
-    assert np.abs(trimmed - honest).max() < 5
 
 
 def test_before_the_freeze_statistics_are_pooled_and_then_follow(federation: Federations) -> None:
@@ -139,15 +109,11 @@ def test_the_first_round_of_a_new_model_is_reported(
         (lambda: fbn(freeze="affine"), "refresh is 0.1, .*freeze has only 'affine'"),
         (lambda: FixBN(FedBN(), refresh=0.1), "with FedBN statistics stay on the clients"),
         (lambda: FixBN(FedTAN(), refresh=0.1), "FedTAN exchanges those of a round's first step"),
-        (lambda: FixBN(FedAvg(), robust=0.1), "robust is 0.1, .*give refresh too"),
-        (lambda: FixBN(FedAvg(), refresh=0.1, robust=0.5), "robust is 0.5"),
         (lambda: fbn(0.0), "refresh is 0.0"),
         (lambda: FixBN(FixBN(FedAvg()), freeze_round=0, refresh=0.1), "freeze the same statistics; leave one"),
         (lambda: FixBN(FixBN(FedAvg())), r"FixBN\(freeze_round=0.5, refresh=None\) freeze the same statistics"),
         (lambda: FixBN(fbn(), freeze_round=3), r"FixBN\(freeze_round=0, refresh=0.1\) freeze the same statistics"),
-        (lambda: Secure(fbn(robust=0.1)), "FixBN trims the statistics of single clients, and with Secure"),
         (lambda: Private(fbn()), "pooled"),
-        (lambda: Secure(MeanStatistics(fbn(robust=0.1))), "trims the statistics"),
         (
             lambda: FixBN(MeanStatistics(FedAvg(), statistics="median"), refresh=0.1),
             "MeanStatistics takes the median .*, and with refresh FixBN would pool their statistics",

@@ -19,7 +19,7 @@ from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.metrics import mean_of_metrics
-from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
+from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, Scaffold
 from tests.support.federations import same
 from tests.support.plugin import RecordingGrid
 
@@ -660,3 +660,27 @@ def test_initial_arrays_of_another_type_or_none_are_refused(
     fed = federation((4, 4))
     with pytest.raises(SettingsError, match=words):
         strategy().start(fed.grid(), initial(fed), num_rounds=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: FedAvg(fraction_train=2.0), "fraction_train is 2.0; expected a share of the nodes from 0 to 1"),
+        (lambda: FedAvg(min_train_nodes=-1), "min_train_nodes is -1; expected a number of nodes"),
+        (lambda: FedAvg().start(None, ArrayRecord(), num_rounds="3"), "num_rounds is '3'; expected an integer"),
+        (lambda: FedAvg(FedAvg()), r"FedAvg wraps no other strategy; .* FixBN\(FedAvg\(\)\)"),
+        (lambda: FedBN(FedAvg()), r"FedBN wraps no other strategy; .* FixBN\(FedBN\(\)\)"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named(make: Any, words: str) -> None:
+    with pytest.raises((SettingsError, TypeError), match=words):
+        make()
+
+
+def test_two_nodes_with_one_partition_are_named(federation: Federations, flower_log: pytest.LogCaptureFixture) -> None:
+    def same_partition(content: RecordDict, partition: int) -> None:
+        content["client"]["partition-id"] = 0
+
+    fed = federation((8, 12))
+    FedAvg().start(fed.grid(changing(fed.app(), same_partition)), fed.arrays(), num_rounds=1)
+    assert "nodes 1 and 2 report the same partition-id 0; give each node its own" in flower_log.text

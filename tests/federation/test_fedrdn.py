@@ -236,6 +236,18 @@ class Absurd(Far):
     factor = 1e20
 
 
+class FarAndNarrow(Far):
+    """Each of the two is possible, but their product moves all clients' inputs 1e16 deviations away."""
+
+    factor = 1e8
+
+    def measure_round(self, config: Any, *rest: Any) -> Any:
+        found = super().measure_round(config, *rest)
+        if self.identity["partition-id"] == 2:
+            found.arrays["scale"] = found.arrays["scale"] * self.factor
+        return found
+
+
 class Narrow(Wrong):
     """Its deviation is so small that it would enlarge all clients' inputs; or zero in float32."""
 
@@ -252,6 +264,7 @@ class Narrowest(Wrong):
         (Far, None, [0, 1, 2]),
         (Far, {"plausible": 10}, [0, 1]),
         (Absurd, None, [0, 1]),
+        (FarAndNarrow, None, [0, 1]),
         (Absurd, {"plausible": 10}, [0, 1]),
         (Narrow, {"plausible": 10}, [1, 2]),
         (Narrowest, None, [1, 2]),

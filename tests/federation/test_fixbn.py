@@ -327,7 +327,7 @@ def test_around_flower_s_own_fedprox(federation: Federations) -> None:
 
 def test_a_fraction_needs_to_know_the_number_of_rounds(federation: Federations) -> None:
     fed = federation()
-    with pytest.raises(SettingsError, match=r"freeze_round=0\.5 depends on the number of rounds"):
+    with pytest.raises(SettingsError, match=r"freeze_round=0\.5 is a share of the rounds"):
         FixBN(FedAvg(), freeze_round=0.5).configure_train(1, fed.arrays(), ConfigRecord(), fed.grid())
 
 
@@ -365,7 +365,7 @@ def private(strategy: flower.Strategy) -> flower.Strategy:
 
 def test_inside_a_strategy_of_flower_it_needs_a_round_as_an_int(federation: Federations) -> None:
     fed = federation()
-    words = r"freeze_round=0\.5 depends on the number of rounds, .* another strategy wraps this one(.|\n)*an int"
+    words = r"freeze_round=0\.5 is a share of the rounds, .* another strategy wraps this one(.|\n)*an int"
     with pytest.raises(SettingsError, match=words):
         models_of(fed, private(FixBN(FedAvg(), freeze_round=0.5)), 2)
     models = models_of(fed, private(FixBN(FedAvg(), freeze_round=1)), 3)

@@ -9,13 +9,14 @@ from flwr.app import ArrayRecord, RecordDict
 
 from fedbn_flwr.client.evaluation import name_of
 from fedbn_flwr.engines.worker import return_freed_memory
-from fedbn_flwr.errors import Diverged, SettingsError
+from fedbn_flwr.errors import Diverged, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.results.folder.reader import CLIENTS_DIGEST, deciding, digest_of, file_of
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary, time_stamp
 from fedbn_flwr.results.folder.writer import RunFolder
+from fedbn_flwr.server.flower import Foreign
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.strategies import FedAvg, Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION
@@ -126,6 +127,10 @@ class Saving(Listener):
         try:
             strategy = state_of(running.prepared.rule)
         except ValueError as error:
+            if not isinstance(running.prepared.rule.base, Foreign):  # whose attributes are not declared
+                raise RunFailed(
+                    f"round {finished.number}: the state of the strategy cannot be saved: {error}"
+                ) from None
             unsaved = str(error)
         return Snapshot(
             round=finished.number,

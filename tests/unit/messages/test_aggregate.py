@@ -88,6 +88,7 @@ def test_a_value_beyond_training_is_absurd_beside_ordinary_ones() -> None:
         (-1.9, -2.1, 1.9e9),  # the largest value of a run that diverged
         (-1.9, -2.1, 6e12),
         (1e13, 2e13, 9e15),  # a regression in small units
+        (5e17, -3e17, 1.9e21),  # a run that diverged on all clients
     ],
 )
 def test_an_honest_value_is_not_absurd(values: Sequence[float]) -> None:

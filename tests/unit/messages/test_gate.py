@@ -219,7 +219,7 @@ def test_a_reply_has_a_limited_number_of_metrics_with_short_names() -> None:
     assert reasons([reply(**{f"own@{number}-accuracy": 0.5 for number in range(1000)})]) == [
         "it has 1001 metrics; at most 1000 are accepted"
     ]
-    assert "has a name of 1001 characters; expected 1000" in str(reasons([reply(**{"x" * 1001: 0.5})])[0])
+    assert "has a name of 1001 characters; at most 1000 are accepted" in str(reasons([reply(**{"x" * 1001: 0.5})])[0])
 
 
 def test_a_reply_has_a_limited_size_of_metrics() -> None:
