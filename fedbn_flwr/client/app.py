@@ -158,6 +158,8 @@ def _has_own_data(context: Context) -> bool:
 class _Other:
     """A NumPyClient other than a BNClient. Config keys that change how clients train raise an error."""
 
+    columns: Mapping[str, Sequence[str]] = {}
+
     def __init__(self, client: NumPyClient) -> None:
         self._client = client
 
@@ -259,11 +261,15 @@ def _evaluate(request: Request) -> RecordDict:
 def _partition(request: Request) -> RecordDict:
     context = request.context
     own = {protocol.OWN_DATA: "data-path" in context.node_config} if _has_own_data(context) else {}
+    columns: dict[str, ConfigRecord] = {}
     if request.config.get(protocol.READY):
         client = request.client()  # an error in the site's data or model appears before any training
+        if own and client.columns:
+            columns[protocol.COLUMNS] = ConfigRecord({name: list(texts) for name, texts in client.columns.items()})
         if own and (min_batch := request.config.get(protocol.EXCHANGE_MIN_BATCH)):
             check_batch(client.batch_examples(), min_batch=int(min_batch), own_min_batch=client.min_batch)
-    return RecordDict({"metrics": _numbers(partition_metric(context) | own | return_to_round(request.config, context))})
+    metrics = _numbers(partition_metric(context) | own | return_to_round(request.config, context))
+    return RecordDict({"metrics": metrics, **columns})
 
 
 def _statistics(request: Request) -> RecordDict:

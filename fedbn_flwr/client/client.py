@@ -200,6 +200,11 @@ class BNClient(NumPyClient):
         self._number = client_number(context)
 
     @property
+    def columns(self) -> Mapping[str, Sequence[str]]:
+        """Names that the data of all clients must share, by what they are names of."""
+        return {}
+
+    @property
     def num_examples(self) -> int:
         return count_examples(self.train_data, self._pairs)
 

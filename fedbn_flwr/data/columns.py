@@ -75,7 +75,7 @@ def open_examples(source: Source, tables: Tables, entry: Entry | None = None, kn
     """All examples of the tables, those without a label too."""
     train = next(iter(tables.values()))
     inputs, label, domain, group = _chosen(source, tables, entry)
-    types = {name: source.categories.get(name) or train.columns[name].kind for name in inputs}
+    types = {name: train.columns[name].kind for name in inputs}
     apart = _held_out_by(source)
     keys: dict[str, Sequence[str | None]] = {key: (column,) for key, column in apart.items()}
     keys |= {"label": label, "domain": (domain,), "group": (group,), "series": (source.series,), "time": (source.time,)}

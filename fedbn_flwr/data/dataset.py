@@ -20,7 +20,6 @@ from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.errors import DataError, did_you_mean, log_once
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, Task
-from fedbn_flwr.trees import Tree
 
 from . import Moments, Size
 from .examples import Examples, main_input
@@ -28,6 +27,8 @@ from .moments import moments_from, sums_of
 from .source import HeldOut
 
 _MOST = 2**28  # bytes of an array that its checksum reads
+
+Schema = Mapping[str, list[str]]  # names and types of the inputs, names of the labels and of the classes
 
 BINS = 10  # of regression targets, where examples are drawn or divided in proportion to their targets
 
@@ -129,9 +130,8 @@ class DataSet(DataForm):
     input_names: tuple[str, ...] = ()  # of the features
     columns: Mapping[str, str] = field(default_factory=dict)  # what each is for, or why it is not an input
     given_tokens: int | None = None  # data.tokens, on which sites agree
-    # Of the columns of inputs, in the model's order, the types, or the categories; and the columns of labels.
-    types: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    labels: tuple[str, ...] = ()
+    types: Mapping[str, str] = field(default_factory=dict)  # of the columns of inputs, in the model's order
+    labels: tuple[str, ...] = ()  # columns
 
     @property
     def classes(self) -> int:  # type: ignore[override]
@@ -159,15 +159,14 @@ class DataSet(DataForm):
         return [grouping for grouping in (self.domains, self.groups) if grouping is not None]
 
     @property
-    def schema(self) -> Tree:
-        """What the columns of new data must be called, for model.json; inputs are in the model's order."""
-        inputs = [
-            {"name": name, "type": kind}
-            if isinstance(kind, str)
-            else {"name": name, "type": "category", "categories": [*kind]}
-            for name, kind in self.types.items()
-        ]
-        return {"inputs": inputs, "label": [*self.labels]}
+    def schema(self) -> Schema:
+        """On what the data of all clients must agree, and what model.json keeps for new data."""
+        return {
+            "inputs": [*self.types],
+            "types": [*self.types.values()],
+            "label": [*self.labels],
+            "classes": [*self.class_names],
+        }
 
     def blank(self, number: int) -> Value:
         return self.train.blank(number)

@@ -21,7 +21,7 @@ from fedbn_flwr.client.evaluation import in_units
 from fedbn_flwr.client.rule import Loss, is_known
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise, TestBatches
-from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.dataset import DataSet, Schema
 from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partitions import KINDS, hold_out
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean, log_once
@@ -257,6 +257,10 @@ class ExperimentClient(BNClient):
     def __init__(self, parts: ClientParts, units: Moments | None, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._parts, self._units = parts, units
+
+    @property
+    def columns(self) -> Schema:
+        return self._parts.dataset.schema
 
     def sums(self) -> Sums:
         return self._parts.sums()

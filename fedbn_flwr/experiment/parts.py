@@ -18,7 +18,7 @@ from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.losses import balanced_weights, make_loss
 from fedbn_flwr.client.rule import BY_KEY, Loss, rule_of
 from fedbn_flwr.data import Moments
-from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.data.dataset import DataSet, Schema
 from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
@@ -59,7 +59,7 @@ class Parts(RunParts):
     name: str
     rule: Rule
     agreed: Moments | None = None  # of all sites' inputs and targets, once the sites have agreed on them
-    schema: Tree = field(default_factory=dict)  # of the sites' columns, if the server has no data
+    of_sites: Schema = field(default_factory=dict)  # the schema on which sites with data of their own agree
     _model: nn.Module | None = field(default=None, init=False, repr=False)
 
     @cached_property
@@ -146,8 +146,9 @@ class Parts(RunParts):
             "build": model_arguments(self.run, self.shape),
             "normalise": dict(zip(("mean", "std"), self.normalise, strict=True)),
             "targets": self.units and dict(zip(("mean", "std"), self.units, strict=True)),
-            "classes": self.run.data.class_names or None if self.dataset is None else self.dataset.class_names,
-            **(self.schema if self.dataset is None else self.dataset.schema),
+            "classes": self.run.data.class_names or None,
+            **(self.of_sites if self.dataset is None else self.dataset.schema),
+            "categories": {name: [*texts] for name, texts in self.run.data.categories.items()},
             "global": traits.has_global_model,
             **({"own_models": True} if traits.own_models else {}),
             **(

@@ -94,6 +94,7 @@ ROUND = "server-round"
 VOLATILE = "fedbn.volatile/"  # records of a client's state with this prefix are never written to disk
 
 # Metrics of replies.
+COLUMNS = "columns"  # a record of a reply: the names of the columns and classes of a site's own data
 PARTITION = "partition-id"
 NUM_EXAMPLES = "num-examples"
 TRAIN_LOSS = "train-loss"
@@ -105,7 +106,7 @@ VALIDATION_SET = "validation"  # the name of a test set: a share of the client's
 OWN_TEST_SET = "own"  # the name of a test set: the client's own share of all test examples
 
 # Message types. The reply to PARTITION_QUERY has the metrics partition-id, own-data (if it is true) and state-round (if
-# there is a state folder).
+# there is a state folder), and the record COLUMNS (if the site has data of its own).
 PARTITION_QUERY = "query.partition"
 EXCHANGE_QUERY = "query.exchange"  # one exchange of a layer-wise step
 SUMS_QUERY = "query.sums"  # reply: sums of the columns of the client's data, see fedbn_flwr.data.moments

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from flwr.app import ArrayRecord, Message
 
+from fedbn_flwr.data.dataset import Schema
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Config
@@ -25,6 +26,7 @@ class Federation:
     state_rounds: Mapping[int, int] = field(default_factory=dict)  # by client, of the state in its node's state folder
     own_data: bool = False  # at least one node has data of its own, or a domain
     sites: int = 0  # the nodes with data of their own
+    columns: Mapping[int, Schema] = field(default_factory=dict)  # by client, of its own data
     unseen: Mapping[int, int] = field(default_factory=dict)  # the nodes of the clients that never train, by client
 
 

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data import Moments
+from fedbn_flwr.data.dataset import Schema
 from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
 from fedbn_flwr.engines.capabilities import wait_for_nodes
 from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
@@ -42,6 +43,7 @@ def meet(running: Running, done: int) -> Running:
     """
     asked = {protocol.EXCHANGE_MIN_BATCH: least} if (least := running.prepared.rule.traits.min_batch) else {}
     federation = check_nodes(running.grid, running.run, {**running.identity, protocol.ROUND: done, **asked})
+    _check_columns(running.prepared, federation.columns)
     if running.run.data.normalise == "moments" and (running.prepared.dataset is None or federation.own_data):
         running.prepared.agreed = running.folder.agreed() if done else agree(running, federation.nodes)
     return replace(running, federation=federation)
@@ -91,6 +93,7 @@ def check_nodes(grid: Grid, run: Settings, config: Config) -> Federation:
     holders: dict[int | None, list[int]] = {}  # under None, the nodes with data of their own and no partition
     state_rounds: dict[int, int] = {}
     own_data, sites = False, 0
+    columns: dict[int, Schema] = {}
     for reply in filter(Message.has_content, replies):
         node = reply.metadata.src_node_id
         answer = next(iter(metrics_in(reply.content).values()), MetricRecord())
@@ -99,9 +102,43 @@ def check_nodes(grid: Grid, run: Settings, config: Config) -> Federation:
         sites += answer.get(protocol.OWN_DATA) == 1
         if isinstance(stored := answer.get(protocol.STATE_ROUND), int):
             state_rounds[sender_of(reply)] = stored
+        if record := reply.content.config_records.get(protocol.COLUMNS):
+            columns[sender_of(reply)] = {
+                name: [*map(str, texts)] for name, texts in record.items() if isinstance(texts, list)
+            }
     refuse_nodes(failures(run, len(nodes), replies) or _wrong_numbers(holders, run.clients))
     by_client = {sender_of(reply): reply.metadata.src_node_id for reply in replies}
-    return Federation(by_client, state_rounds, own_data or None in holders, sites, unseen_nodes(run, by_client))
+    unseen = unseen_nodes(run, by_client)
+    return Federation(by_client, state_rounds, own_data or None in holders, sites, columns, unseen)
+
+
+def _check_columns(parts: Parts, columns: Mapping[int, Schema]) -> None:
+    """Check that sites have the same inputs, in one order, and the same classes; RunFailed names those that differ."""
+    found = {f"client {client}": columns[client] for client in sorted(columns)}
+    if parts.dataset is not None:
+        found = {"the server": parts.dataset.schema, **found}
+    problems: list[str] = []
+    for key, setting in (("inputs", "data.inputs"), ("classes", "data.class_names")):
+        named = {
+            whose: names
+            for whose, schema in found.items()
+            if (names := schema.get(key, [])) and (key == "classes" or _are_columns(schema))
+        }
+        for whose in [*named][1:]:
+            first, expected = next(iter(named.items()))
+            if named[whose] != expected:
+                problems.append(
+                    f"{whose}: its data have the {key} {few(named[whose], 20)}, but {first} has {few(expected, 20)}; "
+                    f"name them in {setting}, in one order for all"
+                )
+    refuse_nodes(problems)
+    parts.of_sites = columns[min(columns)] if columns else {}
+
+
+def _are_columns(schema: Schema) -> bool:
+    """Whether the inputs are columns of numbers or texts, instead of one array or image for each example."""
+    kinds = schema.get("types", [])
+    return len(kinds) > 1 or not any(kind == "array" or kind[:1].isupper() for kind in kinds)
 
 
 def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -100,7 +100,7 @@ def _source(data: Data, described: Json, task: Task, path: Path) -> Source:
     """How to read new data: the columns of model.json by their names, and the classes of the run."""
     names = tuple(described["classes"] or map(str, range(data.classes or 0)))
     entry, shape = CATALOGUE.get(data.name), described["build"]["input_shape"]
-    inputs = tuple(each["name"] for each in described.get("inputs", ())) or data.inputs
+    inputs = tuple(described.get("inputs", ())) or data.inputs
     changes = {
         "name": str(path),
         "inputs": inputs,
@@ -160,14 +160,14 @@ def _checked(table: Table, source: Source, described: Json, path: Path, ident: s
     there = f"; its columns: {table}"
     if ident is not None and ident not in table.columns:
         raise UserError(f"--id {ident!r} is not a column of {str(path)!r}{there}")
-    inputs: Mapping[str, str] = {each["name"]: each["type"] for each in described.get("inputs", ())}
+    inputs = dict(zip(described.get("inputs", ()), described.get("types", ()), strict=True))
     needed = [*(inputs or source.inputs), *filter(None, (source.series, source.time))]
     if absent := [name for name in needed if name not in table.columns]:
         raise UserError(
             f"{str(path)!r} has no column {few(map(repr, absent), 8)}; the model needs {few(needed, 20)}{there}"
         )
     for name, kind in inputs.items():
-        if table.columns[name].is_text and kind != "category" and kind != "Image":
+        if table.columns[name].is_text and not kind.endswith("string") and kind != "Image":
             raise UserError(f"{str(path)!r}: the column {name!r} has texts; the model was trained on numbers in it")
     used = {*needed, *source.label, ident}
     if ignored := [name or "a column without name" for name in table.columns if name not in used]:

@@ -143,12 +143,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_model_json_has_the_columns(trained: Path) -> None:
     described = json.loads((trained / "model.json").read_text())
-    assert described["inputs"] == [
-        {"name": "age", "type": "int64"},
-        {"name": "bp", "type": "float64"},
-        {"name": "sex", "type": "category", "categories": ["f", "m"]},
-    ]
-    assert described["label"] == ["ill"]
+    assert described["inputs"] == ["age", "bp", "sex"]
+    assert described["types"] == ["int64", "float64", "string"]
+    assert (described["categories"], described["label"]) == ({"sex": ["f", "m"]}, ["ill"])
 
 
 def test_columns_are_found_by_name(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,77 @@
+"""Sites with tables of their own: no site trains on columns or classes in another order than the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedbn_flwr import run
+from fedbn_flwr.errors import RunFailed
+
+SETTINGS: dict[str, Any] = {
+    "rounds": 4,
+    "clients": 2,
+    "data": {"name": "/nowhere", "label": "ill", "classes": 2, "shape": [2], "test": 0.25},
+    "model": {"name": "mlp"},
+    "train": {"lr": 0.1, "batch_size": 16},
+    "strategy": {"name": "FedAvg"},
+    "evaluate": {"server": False},
+    "engine": {"device": "cpu", "workers": 0},
+}
+
+
+def write(folder: Path, columns: dict[str, str], classes: tuple[str, str] = ("no", "yes"), **more: Any) -> None:
+    """North has age and bp; south has `columns`, by their names in north. Only the age says who is ill."""
+    for seed, name in enumerate(("north", "south")):
+        rng = np.random.default_rng(seed)
+        age = rng.integers(20, 90, 80)
+        frame = pd.DataFrame({"age": age, "bp": rng.normal(120, 9, 80).round(1)})
+        frame["ill"] = np.where(age > 55, "yes", "no")
+        if name == "south":
+            frame = frame[[*columns, "ill"]].rename(columns=columns).assign(**more)
+            frame["ill"] = frame["ill"].map(dict(zip(("no", "yes"), classes, strict=True)))
+        frame.to_csv(folder / f"{name}.csv", index=False)
+
+
+def trained(folder: Path, changes: dict[str, Any]) -> Any:
+    nodes = [{"data-path": str(folder / f"{name}.csv"), "partition-id": i} for i, name in enumerate(("north", "south"))]
+    settings = {**SETTINGS, "data": {**SETTINGS["data"], **changes}}
+    return run(settings, out=folder / "out", node_config=nodes, progress=False)
+
+
+@pytest.mark.parametrize("normalise", ["moments", "unit"])
+@pytest.mark.parametrize(
+    ("columns", "more", "found"),
+    [
+        ({"bp": "bp", "age": "age"}, {}, "bp, age"),
+        ({"age": "age", "bp": "pressure"}, {}, "age, pressure"),
+    ],
+)
+def test_other_columns_at_a_site_are_an_error_before_training(
+    columns: dict[str, str], more: Any, found: str, normalise: str, tmp_path: Path
+) -> None:
+    write(tmp_path, columns, **more)
+    with pytest.raises(
+        RunFailed,
+        match=rf"client 1: its data have the inputs {found}, but client 0 has age, bp; name them in data\.inputs",
+    ):
+        trained(tmp_path, {"normalise": normalise})
+
+
+def test_columns_that_the_experiment_names_may_be_in_any_order(tmp_path: Path) -> None:
+    write(tmp_path, {"bp": "bp", "age": "age"}, weight=1.0)
+    result = trained(tmp_path, {"inputs": ["age", "bp"]})
+    assert result.values["accuracy"] > 0.85
+    described = json.loads((Path(result.folder) / "model.json").read_text())
+    assert (described["inputs"], described["label"], described["classes"]) == (["age", "bp"], ["ill"], ["no", "yes"])
+
+
+def test_other_classes_at_a_site_are_an_error_before_training(tmp_path: Path) -> None:
+    write(tmp_path, {"age": "age", "bp": "bp"}, classes=("healthy", "ill"))
+    with pytest.raises(RunFailed, match=r"client 1: its data have the classes healthy, ill, but client 0 has no, yes"):
+        trained(tmp_path, {})
