@@ -15,6 +15,7 @@ An array [N, 1] is [N].
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
@@ -41,6 +42,7 @@ from .examples import MASK, main_input, main_key
 from .source import Source
 from .table import Column, Names, Tables
 
+_COMMAS = re.compile(r"[+-]?\d+(,\d+)*")
 BySplit = dict[str, np.ndarray]  # the values of all examples by split
 
 
@@ -82,11 +84,17 @@ def _features(source: Source, name: str, column: Column, rows: np.ndarray) -> di
         return {f"{name}={text}": np.where(absent, np.nan, texts == text).astype(np.float32) for text in known}
     if column.is_text or column.names:
         check_texts(source, name, rows)
-        some = sorted({str(row) for row in rows if row is not None})[:4]
+        texts = sorted({str(row) for row in rows if row is not None})
+        if (commas := [text for text in texts if "," in text]) and all(map(_COMMAS.fullmatch, texts)):
+            raise DataError(
+                f"{source.name!r}: the column {name!r} has numbers with commas; write 150.5 in place of 150,5 (and "
+                "1500 in place of 1,500), or separate the columns by semicolons, between which commas are decimal",
+                f": {commas[0]!r}",
+            )
         raise DataError(
             f"{source.name!r}: the column {name!r} has texts, which cannot be inputs; leave it out of data.inputs, "
             "or give its values",
-            f": data.categories: {{{name}: [{', '.join(some)}]}}",
+            f": data.categories: {{{name}: [{', '.join(texts[:4])}]}}",
         )
     return {name: np.asarray(rows, np.float32)}
 
@@ -168,7 +176,8 @@ def _check(source: Source, part: str, inputs: Value, names: Names) -> None:
         if outside := int(((values < low) | (values > high)).sum()):
             raise DataError(
                 f"{source.name!r}: {part}: {outside} of {len(values)} rows have a value of {column!r} outside of "
-                f"data.ranges, {low:g} to {high:g}"
+                f"data.ranges, {low:g} to {high:g}; correct them, or convert their unit",
+                "; here they are from {:g} to {:g}".format(*values[~values.isnan()].aminmax()),
             )
     if found := counts(inputs, torch.isinf, names):
         raise DataError(f"{source.name!r}: {part} has infinite values in {found}; expected numbers")

@@ -536,7 +536,12 @@ def test_data_that_may_be_wrong_are_a_warning(
         ("pressure", [None, None, 120.5], "some have no value (NaN or null) in pressure (2)"),
         ("sex", ["x", "f", "x"], "such as 'x'; known: f, m"),
         ("outcome", ["dead", "ill", "ill"], "such as 'dead'; known: ill, well"),
-        ("age", [150, -3, 44], "train: 2 of 40 rows have a value of 'age' outside of data.ranges, 0 to 120"),
+        (
+            "age",
+            [150, -3, 44],
+            "outside of data.ranges, 0 to 120; correct them, or convert their unit; here they are from",
+        ),
+        ("pressure", ["120,5", "131", *["99,5"] * 38], "write 150.5 in place of 150,5"),
     ],
 )
 def test_what_differs_from_the_experiment_is_named(
