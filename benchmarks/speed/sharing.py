@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.app import client_app
@@ -142,10 +141,7 @@ class Rounds:
     def __init__(
         self, data: Examples, steps: np.ndarray, strategy: type[FedAvg], chosen: int, workers: int, how: dict[str, Any]
     ) -> None:
-        def build() -> nn.Module:
-            return resnet20(data.device)
-
-        tensors = ModelTensors(build(), build=build)
+        tensors = ModelTensors(resnet20(data.device))
 
         def make_client(context: Context) -> BNClient:
             client = int(context.node_config["partition-id"])

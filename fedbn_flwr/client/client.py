@@ -79,8 +79,9 @@ class BNClient(NumPyClient):
     Parameters
     ----------
     model
-        Any module; its batch norms are found by type. To share a model between clients, pass ModelTensors. Nothing may
-        replace the model's tensors then, and ModelTensors needs `build` if arrays stay on the clients (FedBN).
+        Any module; its batch norms are found by type. Clients may share one, as long as nothing replaces its tensors:
+        arrays that a client has neither received nor kept have the values that the model had when it was first used.
+        ModelTensors(module) is the module too, and is found faster.
     train_data, eval_data
         Iterables of batches, such as a DataLoader. If the order of the examples depends on the round, give an object
         with `num_examples` and `epoch(server_round, epoch)`. A batch is a pair (inputs, targets), each a tensor or a
@@ -191,7 +192,7 @@ class BNClient(NumPyClient):
         elif channels_last:
             lay_out(self.model)
         self.train_data, self.eval_data, self.batch = train_data, eval_data, batch
-        self.seed, self.min_batch = seed, min_batch
+        self.seed, self.min_batch, self._has_loaded = seed, min_batch, False
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
     def attach(self, context: Context) -> None:
@@ -231,22 +232,16 @@ class BNClient(NumPyClient):
             wanted = in_order([*wanted, KeepOptimizerState])
         local = self._load(arrays, config, extras)
         del arrays  # training needs the memory
-        # Until a first round has been saved, only the model has the client's own values.
-        before = {} if self.state.load(LOCAL_ARRAYS) else self._values_besides(local.sent)
-        try:
-            with local.resources:
-                local.layerwise = LayerwiseStep(
-                    exchange,
-                    examples=self.num_examples,
-                    partition=self.identity.get(protocol.PARTITION),
-                    own_min_batch=self.min_batch,
-                )
-                rules = [rule(local) for rule in wanted]
-                trained = TRAINER.get()(self._training(local, rules))
-                return self._update(local, rules, trained)
-        except BaseException:
-            self._tensors.load(before)
-            raise
+        with local.resources:
+            local.layerwise = LayerwiseStep(
+                exchange,
+                examples=self.num_examples,
+                partition=self.identity.get(protocol.PARTITION),
+                own_min_batch=self.min_batch,
+            )
+            rules = [rule(local) for rule in wanted]
+            trained = TRAINER.get()(self._training(local, rules))
+            return self._update(local, rules, trained)
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
         """Evaluate the model, made of `arrays` and the client's own arrays, on the client's test data.
@@ -303,6 +298,8 @@ class BNClient(NumPyClient):
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:
         """The model's arrays in the order of its state dict, without counters."""
+        if not self._has_loaded:  # another client may have used the model
+            self._tensors.load_all({}, self.state.load(LOCAL_ARRAYS))
         return [value.copy() for value in self._tensors.values_of(self._sent_keys()).values()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Metrics]:
@@ -344,7 +341,8 @@ class BNClient(NumPyClient):
         ours = not {protocol.RUN, protocol.KEPT}.isdisjoint(config)
         roles = {*Role} - {Role.COUNTER} if ours else {Role.WEIGHTS}
         needed = {key for key, role in self.roles.items() if role in roles and key not in stays}
-        self._tensors.load_all(arrays, self.state.load(LOCAL_ARRAYS), self._number, run_of(config), needed)
+        self._tensors.load_all(arrays, self.state.load(LOCAL_ARRAYS), needed)
+        self._has_loaded = True
         return local
 
     def _values_besides(self, sent: Collection[str]) -> Arrays:

@@ -181,7 +181,6 @@ class ClientParts(RunParts):
         free = free_models(kind, str(self.device))
         try:
             tensors = free.pop()  # clients of a FedTAN round are made concurrently
-            tensors.release()
         except IndexError:
             tensors = _new_model(run, dataset, self.device)
         made = ExperimentClient(
@@ -321,10 +320,7 @@ def checked_client_number(context: Context, clients: int) -> int:
 def _new_model(run: Settings, dataset: DataSet, device: torch.device) -> ModelTensors:
     """A model with the initial values of the run."""
 
-    def build() -> nn.Module:
-        return make_model(run, dataset).to(device)
-
-    return ModelTensors(build(), build=None if _is_own(run) else build)
+    return ModelTensors(make_model(run, dataset).to(device))
 
 
 @functools.lru_cache(maxsize=1)  # the runs of a process follow one another, and each has its own model

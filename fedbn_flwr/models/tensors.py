@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fedbn_flwr.errors import MessageError, SettingsError
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import FlatArrays, blocks, layout_of
 from fedbn_flwr.norms.roles import Role, key_of, roles
-from fedbn_flwr.norms.variants import BatchRenorm
 
 from .form import ModelForm
 from .layout import takes_channels_last
@@ -80,9 +79,8 @@ def check_tensors(model: nn.Module) -> None:
         )
 
 
-# For each model the client that used it last, and its run. Without an entry, no client needs the model's values.
-# Global, since two `ModelTensors` may have one model.
-_users: WeakKeyDictionary[nn.Module, tuple[int, str | None]] = WeakKeyDictionary()
+# The values that each model had when it was first seen. Global, since two `ModelTensors` may have one model.
+_initial: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
 
 
 def places_of(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
@@ -102,17 +100,11 @@ class ModelTensors:
     It remembers where they are in the modules, since traversing the tree takes longer than loading the weights.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device | str | None = None,
-        build: Callable[[], nn.Module] | None = None,
-    ) -> None:
-        """With `build`, which makes a new model, each client that uses the model begins with a new model's values."""
+    def __init__(self, model: nn.Module, device: torch.device | str | None = None) -> None:
         check_tensors(model)
         model.train()  # a user's model may return nothing
         self.model = model if device is None else model.to(device)
-        self.roles, self._build = roles(model), build
+        self.roles = roles(model)
         state: dict[str, Tensor] = model.state_dict()
         self._places = {**{key: (state, key) for key in state}, **places_of(model)}
         self._parameters = [name for name, _ in model.named_parameters()]
@@ -120,15 +112,10 @@ class ModelTensors:
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self.form = ModelForm(self.roles, dict(zip(state, self._now(state), strict=True)))
         self._whole = {key for key in state if not state[key].is_floating_point()}
-        # Whether a norm computes with its counter: a cumulative mean, or the warm-up of a BatchRenorm.
-        self._counts = any(
-            isinstance(module, BatchRenorm) or getattr(module, "momentum", 0) is None for module in self._modules
-        )
-        # Buffers that are not in the state dict, which a network may change in its passes.
-        self._hidden = [key for key in self._places if key not in state]
-        # The initial values without the weights: nearly all messages contain weights, so storing them wastes memory.
-        stored = [key for key in self._places if build and self.roles.get(key) is not Role.WEIGHTS]
-        self._initial = {key: value.detach().clone() for key, value in zip(stored, self._now(stored), strict=True)}
+        if model not in _initial:
+            now = zip(self._places, self._now(self._places), strict=True)
+            _initial[model] = {key: value.detach().clone() for key, value in now}
+        self._initial = _initial[model]
 
     @property
     def device(self) -> torch.device:
@@ -160,47 +147,18 @@ class ModelTensors:
                     table[name] = buffer.copy_(now)
         return [table[name] for table, name in map(self._places.__getitem__, keys)]
 
-    # --- for one client after another ---
+    @torch.no_grad()
+    def load_all(self, arrays: Arrays, own: Arrays, needed: Collection[str] = ()) -> None:
+        """Load the received arrays and the client's own ones; all other tensors get the model's initial values.
 
-    def release(self) -> None:
-        """Note that the client is done. Its values stay until the next client loads or reads values."""
-        _users.pop(self.model, None)
-
-    def load_all(
-        self,
-        arrays: Arrays,
-        own: Arrays,
-        client: int,
-        run: str | None = None,
-        needed: Collection[str] = (),
-    ) -> None:
-        """Load the received arrays and the client's own ones; all other tensors get the values of a new model.
-
-        MessageError if an array with a `needed` key is missing.
+        So nothing is left of another client that has used the model. MessageError if an array with a `needed` key is
+        missing.
         """
         given = {*arrays, *own}
-        absent = [key for key in self.roles if key not in given]
-        self.form.check(arrays, own, [key for key in absent if key in needed])
-        unsent = [key for key in absent if self._counts or self.roles[key] is not Role.COUNTER]
-        last = _users.get(self.model, (client, run))
-        if unsent and self._build is None and last != (client, run):
-            raise MessageError(
-                f"the server does not send {unsent[0]!r}, which stays on the client, and this client's model has the "
-                f"values of {'an earlier run' if last[0] == client else f'client {last[0]}'}; give each client a new "
-                "model in each run, or share one as ModelTensors(model, build=build)"
-            )
-        _users[self.model] = client, run
-        if absent or self._hidden:
-            self._restore(absent)
+        self.form.check(arrays, own, [key for key in self.roles if key in needed and key not in given])
+        if rest := [key for key in self._places if key not in given]:
+            torch._foreach_copy_(self._now(rest), [self._initial[key] for key in rest])
         self.load(own, arrays)
-
-    @torch.no_grad()
-    def _restore(self, keys: Sequence[str]) -> None:
-        """Give these tensors, and the buffers outside of the state dict, the values of a new model."""
-        if self._build is None or not (keys := [*keys, *self._hidden]):
-            return
-        values = self._initial if self._initial.keys() >= {*keys} else self._initial | self._build().state_dict()
-        torch._foreach_copy_(self._now(keys), [values[key] for key in keys])
 
     # --- values ---
 
@@ -220,8 +178,6 @@ class ModelTensors:
 
     def values_of(self, keys: Collection[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""
-        if self.model not in _users:
-            self._restore([*self.roles])
         return copied(dict(zip(keys, self._now(keys), strict=True))) if keys else {}
 
 

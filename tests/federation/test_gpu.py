@@ -81,7 +81,7 @@ def federate(strategy: Any, device: torch.device, rounds: int = 3, **how: Any) -
     def build() -> nn.Module:
         return copy.deepcopy(model).to(device)
 
-    models = [ModelTensors(build(), build=build) for _ in range(3)]
+    models = [ModelTensors(build()) for _ in range(3)]
 
     def make_client(context: Context) -> BNClient:
         client = int(context.node_config["partition-id"])

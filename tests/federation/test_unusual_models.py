@@ -211,7 +211,7 @@ def scripted() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (
         lambda: nn.Sequential(net()[:4], nn.LazyLinear(3)),
-        "'1' is a LazyLinear of unknown size; pass a batch through the model first",
+        "'1' is a LazyLinear of unknown size; call the model on a batch before you pass it on",
     ),
     "lazy norm": (lambda: net(nn.LazyBatchNorm2d), "'1' is a LazyBatchNorm2d of unknown size"),
     "quantised": (with_quantised_linear, "'4._packed_params.*quantise the trained model"),
@@ -276,10 +276,10 @@ def test_different_values_of_one_tensor_are_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     tensors, arrays = ModelTensors(model), dict(initial_arrays(model))
-    tensors.load_all(arrays, {}, client=0)
+    tensors.load_all(arrays, {})
     arrays["1.weight"] = arrays["1.weight"] + 1
     with pytest.raises(MessageError, match=r"different values for '0\.weight' and '1\.weight', which are one tensor"):
-        tensors.load_all(arrays, {}, client=0)
+        tensors.load_all(arrays, {})
 
 
 # --- bfloat16 ---

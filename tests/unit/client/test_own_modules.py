@@ -100,7 +100,7 @@ def test_a_round_is_that_of_a_plain_loop(make: type[nn.Module], shared: bool) ->
     torch.manual_seed(0)
     model, data = make().double(), batches()
     twin = copy.deepcopy(model)
-    tensors = ModelTensors(model, build=lambda: make().double()) if shared else model
+    tensors = ModelTensors(model) if shared else model
     check_rounds(BNClient(tensors, data, data, lr=0.1), twin, data)
     if issubclass(make, FrozenBack):
         statistics = BNClient(model, data).statistics_round({}, {"server-round": 1}).arrays

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import FlatArrays
 from fedbn_flwr.models.tensors import ModelTensors, copied, initial_arrays
 
@@ -70,22 +69,24 @@ def test_tensors_without_elements_are_loaded_among_others() -> None:
 
 def test_initial_values_keep_no_autograd_graph() -> None:
     """PyTorch would use nodes of that graph again, on the stream of their creation, and recording on a GPU failed."""
-    parts = ModelTensors(net(), build=net)
+    parts = ModelTensors(net())
     for parameter in parts.model.parameters():
         get_gradient_edge(parameter).node.metadata["used before"] = True
         assert len(get_gradient_edge(parameter).node.metadata) == 0
 
 
-def test_a_model_of_several_clients_gets_no_attributes() -> None:
-    model, arrays = net(), {key: value for key, value in initial_arrays(net()).items() if not key.startswith("1.")}
+def test_what_is_not_given_has_the_values_that_the_model_had_at_first() -> None:
+    model, first = net(), net().state_dict()
+    sent = {key: value + 1 for key, value in initial_arrays(model).items() if not key.startswith("1.")}
+    own = {"1.bias": np.full(4, 7.0)}
     before = [*vars(model)]
-    ModelTensors(model).load_all(arrays, {}, client=0)
+    ModelTensors(model).load_all(initial_arrays(model), {})
+    two_steps(model)
+    ModelTensors(model).load_all(sent, own)
     assert [*vars(model)] == before
-    with pytest.raises(MessageError, match=r"does not send '1\.weight'.* has the values of client 0"):
-        ModelTensors(model).load_all(arrays, {}, client=1)
-    shared = ModelTensors(model)
-    shared.release()
-    shared.load_all(arrays, {}, client=1)
+    for key, value in model.state_dict().items():
+        expected = {**{name: each.numpy() for name, each in first.items()}, **own, **sent}[key]
+        np.testing.assert_array_equal(value.numpy(), expected, err_msg=key)
 
 
 def test_a_tensor_with_two_keys_is_kept_or_sent_as_a_whole() -> None:

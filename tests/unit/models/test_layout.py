@@ -241,7 +241,7 @@ def test_engines_agree_to_the_last_bit(federation: Callable[..., Any]) -> None:
 
 
 def test_a_shared_model_is_laid_out_and_keeps_its_parameters() -> None:
-    tensors = ModelTensors(built("cnn"), build=lambda: built("cnn"))
+    tensors = ModelTensors(built("cnn"))
     parameters = [*tensors.model.parameters()]
     BNClient(tensors, images(4, 3, 32, 32), channels_last=False)
     assert not is_last(tensors.model)

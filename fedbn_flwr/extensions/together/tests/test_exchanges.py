@@ -173,7 +173,7 @@ def test_clients_of_one_model_that_cannot_be_parked_say_so(federation: Federatio
     """One client fails in a later step, so all must be parked one by one, which needs a model for each."""
     fed = federation((8, 13, 6), model=mlp, dtype=torch.float64)
     fed.data[1].batches[1][1].fill_(7)
-    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
+    shared = ModelTensors(copy.deepcopy(fed.model))
 
     def make_client(context: Any) -> BNClient:
         return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)
@@ -194,7 +194,7 @@ class OwnFedTAN(OwnModel, strategies.FedTAN):
 def test_every_client_receives_its_own_model_config_and_records(federation: Federations, groups: list[int]) -> None:
     """The clients share a model, which has the values of the last one while all train."""
     fed = federation((8, 13, 6), model=lambda: nn.Sequential(*mlp()[:3], nn.Linear(12, 3)))
-    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
+    shared = ModelTensors(copy.deepcopy(fed.model))
 
     def make_client(context: Any) -> BNClient:
         return BNClient(shared, fed.data[int(context.node_config["partition-id"])], lr=0.1, context=context)

@@ -117,7 +117,7 @@ IMPURE: dict[str, Callable[[], nn.Module]] = {
 
 def with_one_model(fed: Any) -> ClientApp:
     """Clients that share one model, as in an experiment."""
-    shared = ModelTensors(copy.deepcopy(fed.model), build=lambda: copy.deepcopy(fed.model))
+    shared = ModelTensors(copy.deepcopy(fed.model))
     options = {"lr": 0.1, **fed.options}
 
     def make_client(context: Any) -> BNClient:
