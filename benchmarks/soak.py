@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import json
 import logging
 import os
 import random
+import shlex
 import signal
 import sys
 import tempfile
@@ -204,18 +206,21 @@ def main() -> None:
     logging.getLogger("flwr").setLevel(logging.ERROR)  # a warning for each failing reply
     began = time.monotonic()
     watch, app = soak(*arguments, as_errors=False)
-    print("python benchmarks/soak.py", *sys.argv[1:], flush=True)
+    seconds = time.monotonic() - began
     faults = Counter(
         app.fault(number, client, None)
         for number, client in itertools.product(range(1, given.rounds + 1), range(CLIENTS))
     )
-    print(f"{given.rounds} rounds of {CLIENTS} clients, {given.workers} workers, {time.monotonic() - began:.0f} s")
-    print("failing replies: " + ", ".join(f"{n} {kind}" for kind, n in sorted(faults.items(), key=str) if kind))
-    print(*(f"{head:>10}" for head in HEADS))
-    for row in watch.rows:
-        print(*(f"{value:>10}" for value in row))
     absent, _ = soak(*arguments, as_errors=True)
-    print(f"the model without these replies is {'the same' if absent.digest == watch.digest else 'ANOTHER'}")
+    found = {
+        "command": shlex.join(["python", "benchmarks/soak.py", *sys.argv[1:]]),
+        "about": f"{given.rounds} rounds of {CLIENTS} clients, {given.workers} workers, {seconds:.0f} s",
+        "failing": {kind: count for kind, count in sorted(faults.items(), key=str) if kind},
+        "columns": HEADS,
+        "rows": watch.rows,
+        "same_model": absent.digest == watch.digest,  # as without these replies
+    }
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -267,11 +267,7 @@ def robust(data: str) -> Callable[[], Table]:
 
 def attacks() -> dict[str, dict[str, int]]:
     """What became of the replies of a hostile client, by strategy."""
-    text = (RESULTS / "reliability" / "attacks.txt").read_text(encoding="utf-8")
-    return {
-        strategy: {fate: int(count) for count, fate in re.findall(r"(\d+) ([^,;]+)", fates)}
-        for strategy, fates in re.findall(r"^([A-Z].*): \d+ runs: (.*)$", text, re.MULTILINE)
-    }
+    return {line["strategy"]: line["fates"] | {"unfit": line["unfit"]} for line in lines("reliability/attacks.jsonl")[1:]}
 
 
 def hostile() -> Table:
@@ -286,14 +282,14 @@ def hostile() -> Table:
 def soak() -> Table:
     rows: list[Row] = []
     for name, title in (("fedavg", "FedAvg, arithmetic"), ("fedtan", "FedTAN"), ("fedbn", "FedBN, two workers")):
-        text = (RESULTS / "reliability" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
-        every = [[int(number) for number in line.split()] for line in text if re.fullmatch(r"[\d ]+", line)]
-        failing = text[2].partition(": ")[2].replace("garbage", "unreadable").replace("death", "killed workers")
-        sizes = [f"{every[0][column]} to {every[-1][column]} MB" for column in (1, 2) if every[-1][column]]
-        same = "yes" if text[-1] == "the model without these replies is the same" else "no"
-        files = str(every[-1][3])
-        raw = f"[{name}.txt](reliability/{name}.txt)"
-        rows.append((title, f"{every[-1][0]:,}", failing, "; workers ".join(sizes), files, same, raw))
+        found = json.loads((RESULTS / "reliability" / f"{name}.json").read_text(encoding="utf-8"))
+        words = {"garbage": "unreadable", "death": "killed workers"}
+        failing = ", ".join(f"{count} {words.get(kind, kind)}" for kind, count in found["failing"].items())
+        first, last = (dict(zip(found["columns"], found["rows"][place], strict=True)) for place in (0, -1))
+        sizes = [f"{first[key]} to {last[key]} MB" for key in ("RSS_MB", "workers_MB") if last[key]]
+        same = "yes" if found["same_model"] else "no"
+        raw = f"[{name}.json](reliability/{name}.json)"
+        rows.append((title, f"{last['round']:,}", failing, "; workers ".join(sizes), str(last["files"]), same, raw))
     columns = (
         "strategy",
         "rounds",

@@ -13,6 +13,7 @@ import gc
 import json
 import logging
 import re
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -329,12 +330,8 @@ def main() -> None:
                 print(f"{rule} | {kind} | {attack.name} | {fate} | {'; '.join(wrong)}", flush=True)
         unfit = fates.pop("unfit", 0)  # a reply that has nothing to change in this way
         total += fates
-        print(f"{rule}: {_listed(fates)}; {unfit} unfit", flush=True)
-    print(f"{_listed(total)}; {faulty} with a fault")
-
-
-def _listed(fates: Counter[str]) -> str:
-    return f"{sum(fates.values())} runs: " + ", ".join(f"{n} {fate}" for fate, n in fates.most_common())
+        print(json.dumps({"strategy": rule, "fates": dict(fates.most_common()), "unfit": unfit}), flush=True)
+    print(f"{total.total()} runs: {dict(total.most_common())}; {faulty} with a fault", file=sys.stderr)
 
 
 if __name__ == "__main__":
