@@ -1,7 +1,7 @@
 """Image files are decoded once, at the model's size, into arrays in a folder.
 
 The arrays are memory-mapped: a second run starts at once, processes on one machine share the pages, and a set may be
-larger than the memory.
+larger than the memory. Those used least recently are removed when the folder is full.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from .examples import Examples
 
 _MARGIN = 224 / 256  # share of the side that a centre crop keeps, as is usual for ImageNet
 _AHEAD = 64  # images that are decoded before they are written
+_GB = 100  # the size of the cache, unless FEDBN_CACHE_GB is set
+
+_used: set[str] = set()  # files of the cache that this process maps into memory
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Files:
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedbn-flwr"
         folder = Path(os.environ.get("FEDBN_CACHE") or cache)
         names = [f"{key}.{column}.npy" for column in range(len(self._files.column_names))]
+        _used.update(names)
         with suppress(OSError, ValueError, EOFError):  # absent or damaged
             return _mapped(folder, names, chosen)
         try:
@@ -97,6 +101,7 @@ class Files:
                     self._write(rows, new, channels=3)
                 for file in new:
                     os.replace(file, folder / file.name)
+            _trim(folder)
         except OSError as error:
             raise StorageError(
                 f"the cache of decoded images, {str(folder)!r}, cannot be written: {error.strerror or error}; set "
@@ -236,7 +241,25 @@ def _array(picture: Image.Image) -> np.ndarray:
     return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
+def _trim(folder: Path) -> None:
+    """Remove the files of the cache that were used least recently, until the others fit; this process's files stay."""
+    try:
+        left = float(given := os.environ.get("FEDBN_CACHE_GB", _GB)) * 1e9
+    except ValueError:
+        raise DataError(f"FEDBN_CACHE_GB is {given!r}; expected a number of gigabytes") from None
+    facts = []
+    for file in folder.glob("*.npy"):
+        with suppress(FileNotFoundError):  # another process trims too
+            facts.append((file.name in _used, (found := file.stat()).st_mtime_ns, found.st_size, file))
+    for is_used, _, size, file in sorted(facts, reverse=True):
+        left -= size
+        if left < 0 and not is_used:
+            file.unlink(missing_ok=True)
+
+
 def _mapped(folder: Path, names: Sequence[str], chosen: Examples) -> Examples:
     # Copy-on-write, because torch warns about read-only arrays; no code writes to it.
     images, *masks = (torch.from_numpy(np.load(folder / name, mmap_mode="c")) for name in names)
+    for name in names:
+        os.utime(folder / name)  # used now
     return replace(chosen, inputs=images, targets=masks[0] if masks else chosen.targets)

@@ -68,6 +68,25 @@ def test_only_the_images_in_use_are_decoded(folder: Path) -> None:
     assert sorted(cached) == [(2, 1, 6, 6), (6, 1, 6, 6)]
 
 
+def test_the_cache_keeps_the_images_used_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of 128 bytes and 36 for each image: there is room for the newest training images, not for two of them."""
+    fill(folder, [(6, 6)] * 40)
+    cache = Path(os.environ["FEDBN_CACHE"])
+
+    def sizes() -> dict[str, int]:
+        return {file.name: file.stat().st_size for file in cache.iterdir()}
+
+    monkeypatch.setenv("FEDBN_CACHE_GB", "2e-6")
+    for count in (30, 31, 32):
+        monkeypatch.setattr(decoding, "_used", set())  # as in another process
+        load(Source(name=str(folder), examples=count, test_examples=2))
+        assert sum(sizes().values()) <= 2_000
+        assert max(sizes().values()) == 128 + count * 36
+    before = sizes()
+    load(Source(name=str(folder), examples=40, test_examples=2))
+    assert before.items() <= sizes().items(), "a process keeps its own, whatever their size"
+
+
 def test_moments_are_those_of_all_pixels_however_many_are_read_at_once(folder: Path) -> None:
     fill(folder, [(5, 5, 3)] * 1_030)
     data = load(Source(name=str(folder)))
