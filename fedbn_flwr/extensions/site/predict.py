@@ -78,7 +78,9 @@ def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | No
     columns: dict[str, Sequence[object]] = {"row": examples.rows.tolist()}
     if (image := next((name for name in data.types if table.columns[name].kind == "Image"), None)) is not None:
         columns["file"] = np.array(_file_names(table, image, path))[examples.rows].tolist()
-    if ident is not None:
+    if source.series is not None:  # in the order of series.Long
+        columns[source.series] = np.unique(np.array(table.columns[source.series].read().tolist())).tolist()
+    elif ident is not None:
         columns[ident] = table.columns[ident].read()[examples.rows].tolist()
     said = [f"{path}: {len(examples)} examples", *said]
     if task.form == "classes" and any(labels):
@@ -169,7 +171,11 @@ def _checked(table: Table, source: Source, described: Json, path: Path, ident: s
     for name, kind in inputs.items():
         if table.columns[name].is_text and not kind.endswith("string") and kind != "Image":
             raise UserError(f"{str(path)!r}: the column {name!r} has texts; the model was trained on numbers in it")
+    if source.series is not None and ident not in (None, source.series):
+        raise UserError(f"--id {ident!r}: predictions are of series, so they have {source.series!r}; leave it out")
     used = {*needed, *source.label, ident}
+    if not (inputs or source.inputs):  # of a run folder without names, whose settings name none either
+        return []
     if ignored := [name or "a column without name" for name in table.columns if name not in used]:
         return [f"ignored, since the model has no such inputs: {few(ignored, 20)}"]
     return []

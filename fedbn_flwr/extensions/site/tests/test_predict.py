@@ -203,6 +203,18 @@ def test_rows_without_a_label_or_an_input_get_predictions(
     assert len(bare[0]) == 20
 
 
+def test_predictions_of_series_have_the_ids_of_the_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    visits = [f"v{number}" for number in range(20)]
+    rows = [{"visit": visit, "hr": 10 * place + minute, "ill": "ny"[place % 2]} for place, visit in enumerate(visits)
+            for minute in range(4)]  # fmt: skip
+    pd.DataFrame(rows).sample(frac=1, random_state=0).to_csv(tmp_path / "all.csv", index=False)
+    data = {"name": str(tmp_path / "all.csv"), "label": "ill", "series": "visit", "test": 0.25}
+    result = run({**SETTINGS, "data": data, "model": {"name": "cnn1d"}}, out=tmp_path / "out", progress=False)
+    found, _ = predicted(capsys, result.folder, "--data", tmp_path / "all.csv")
+    assert sorted(row["visit"] for row in found) == sorted(visits)
+    assert all(row["label"] == "ny"[int(row["visit"][1:]) % 2] for row in found)
+
+
 # --- image files -------------------------------------------------------------
 
 
