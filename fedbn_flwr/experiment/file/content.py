@@ -133,12 +133,16 @@ def _text(path: Path) -> str:
 # Mappings whose keys depend on their name or kind: two strategies have different arguments.
 _WHOLE = ("strategy", "base", "partition", "optimizer", "loss", "track")
 
-_INSTEAD = {"": {"seed": "seeds"}, "train": {"steps": "epochs", "epochs": "steps"}}  # keys that replace another one
+_INSTEAD = {  # keys that replace another one, by section
+    "": {"seed": "seeds"},
+    "train": {"steps": "epochs", "epochs": "steps"},
+    "test": {"share": "folds", "folds": "share"},
+}
 
-# Parts for which a file may give only the value of this key, by the section that they are in.
-_NAMED = {
+# Sections in sections; for those with a key here a file may give only its value.
+_NAMED: dict[str, dict[str, str | None]] = {
     "": {"data": "name", "model": "name", "strategy": "name", "engine": "name", "track": "name"},
-    "data": {"partition": "kind"},
+    "data": {"partition": "kind", "test": None},
     "train": {"optimizer": "name", "loss": "name", "schedule": "kind"},
     "strategy": {"base": "name"},
     "base": {"base": "name"},
@@ -178,7 +182,7 @@ def merge(base: Tree, changes: Tree, section: str = "") -> Draft:
         old, name = result.get(key), _NAMED.get(section, {}).get(key)
         if isinstance(value, Mapping) and isinstance(old, Mapping):
             is_another = key in _WHOLE and name in value and value[name] != old.get(name)
-            inner = "" if section == "sizes" else key if not section or name else "options"
+            inner = "" if section == "sizes" else key if not section or key in _NAMED.get(section, {}) else "options"
             result[key] = dict(value) if is_another else merge(old, value, inner)
         else:
             result[key] = value

@@ -11,7 +11,7 @@ import pytest
 
 from fedbn_flwr.batch import first
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.source import Source
+from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 
@@ -116,6 +116,14 @@ def test_errors_name_the_key_and_the_column(table: Path, test: Any, message: str
 def test_settings_say_what_is_wrong(test: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         load_experiment(f"{{data: {{test: {test}}}}}")
+
+
+def test_folds_replace_a_share_and_the_other_way_round() -> None:
+    text = "{data: {test: {share: 0.2, by: patient}}, runs: {A: {}, B: {data: {test: {folds: 2}}}}}"
+    found = [run.data.held_out for run in load_experiment(text).runs]
+    assert found == [HeldOut(share=0.2, by="patient"), *[HeldOut(folds=2, by="patient")] * 2]
+    (run,) = load_experiment(text, ["data.test.share=0.3", "only=B"]).runs
+    assert run.data.held_out == HeldOut(share=0.3, by="patient")
 
 
 def test_folds_without_seeds_are_a_run_each() -> None:
