@@ -188,7 +188,7 @@ def check_partition(parts: Parts) -> None:
     sizes = [len(hold_out(part, share, run.seed, client)[0]) for client, part in enumerate(parts.partition)]
     is_frozen = any(rule.memory.switch_round == 1 for rule in parts.rule.chain)  # FixBN with freeze_round 0
     if min(run.train.batch_size, max(sizes)) == 1 and not least and not is_frozen:
-        _try_one_example(parts)
+        try_model(run, parts.model, parts.shape, parts.device, examples=1)
     if small := [f"{client} ({size})" for client, size in enumerate(sizes) if size < least]:
         raise SettingsError(
             f"{len(small)} of {len(sizes)} clients have fewer than {least} training examples with seed {run.seed}: "
@@ -197,24 +197,6 @@ def check_partition(parts: Parts) -> None:
             "reveal the examples; change clients or data.partition, or allow it with strategy.min_batch: "
             f"{min(sizes)}"
         )
-
-
-def _try_one_example(parts: Parts) -> None:
-    """Raise an error if a batch of one example leaves a batch norm with one value per channel."""
-    inputs = map_tensors(lambda part: part.to(parts.device), parts.shape.blank(1))
-    try:
-        with torch.no_grad(), seeding.streams(0, parts.device):
-            parts.model.train()
-            parts.model(inputs)
-    except Exception as error:
-        if ONE_VALUE in str(error):  # clients report other errors
-            size = parts.run.train.batch_size
-            found = f"train.batch_size is {size}" if size == 1 else "each client has one training example"
-            raise SettingsError(
-                f"{found}, and batch norm of {parts.run.model.name!r} cannot compute a variance of one example; use "
-                "batches of two or more, or another norm, for instance model.norm: gn"
-            ) from None
-    parts.release()  # its statistics have changed
 
 
 def check_training(parts: Parts) -> None:
@@ -297,8 +279,10 @@ def _check_names(task: Task, metrics: Sequence[Metric], notes: Collection[str]) 
         raise SettingsError(f"evaluate.metrics has the name {twice[0]!r} twice")
 
 
-def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
-    """Run two examples through the model, so that a wrong size is reported before training.
+def try_model(
+    run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device, examples: int = 2
+) -> None:
+    """Run examples through the model, so that a wrong size is reported before training.
 
     The model is tried in eval mode, and a copy of it in training mode: some networks then return something else, for
     which the user must give a loss.
@@ -306,46 +290,53 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
     check_loss(run, dataset)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
-    # Two, because static batch norm cannot compute the variance of one value.
-    tried: list[Value] = [map_tensors(lambda part: part.to(device), dataset.blank(2))]
+    # Two by default, because static batch norm cannot compute the variance of one value.
+    tried: list[Value] = [map_tensors(lambda part: part.to(device), dataset.blank(examples))]
     if run.data.crop is not None:
-        tried.insert(0, main_input(tried[0]).new_zeros(2, dataset.channels, run.data.crop, run.data.crop))
+        tried.insert(0, main_input(tried[0]).new_zeros(examples, dataset.channels, run.data.crop, run.data.crop))
     model.eval()
     for inputs in tried:
-        _try_examples(run, model, dataset, inputs)
+        _try_examples(run, model, dataset, inputs, examples)
     try:
         copied = copy.deepcopy(model)
         copied.train()
     except Exception:  # a module of the user; clients try it
         return
     with seeding.streams(0, device):  # dropout draws
-        _try_examples(run, copied, dataset, tried[0])
+        _try_examples(run, copied, dataset, tried[0], examples)
 
 
-def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inputs: Value) -> None:
+def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inputs: Value, examples: int) -> None:
     mode = " in training mode" if model.training else ""
     try:
         with torch.set_grad_enabled(model.training):
             outputs = model(inputs)
     except (Exception, SystemExit) as error:  # the network may be the user's
+        if examples == 1 and ONE_VALUE in str(error):
+            size = run.train.batch_size
+            found = f"train.batch_size is {size}" if size == 1 else "each client has one training example"
+            raise SettingsError(
+                f"{found}, and batch norm of {run.model.name!r} cannot compute a variance of one example; use batches "
+                "of two or more, or another norm, for instance model.norm: gn"
+            ) from None
         raise SettingsError(
             f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
             f"{run.data.name!r}{mode}: {named.in_a_line(error)}"
         ) from None
-    expected = [2, dataset.outputs, *(main_input(inputs).shape[2:] if dataset.dense else ())]
+    expected = [examples, dataset.outputs, *(main_input(inputs).shape[2:] if dataset.dense else ())]
     # A model with one output may leave out its dimension.
-    forms = [expected, [2]] if expected == [2, 1] else [expected]
+    forms = [expected, expected[:1]] if expected[1:] == [1] else [expected]
     found = f"shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
     is_right = isinstance(outputs, Tensor) and list(outputs.shape) in forms
     if not is_right and not (model.training and has_own_loss(run)):
         advice = ", or a train.loss of your own that takes what the model returns" if model.training else ""
         raise SettingsError(
-            f"model.name={run.model.name!r} returns {found}{mode} for a batch of 2 examples; expected shape {expected}"
-            f", as {run.data.name!r} has {dataset.classes} {_COUNTED[dataset.task.form]} per "
+            f"model.name={run.model.name!r} returns {found}{mode} for a batch of {examples} examples; expected shape "
+            f"{expected}, as {run.data.name!r} has {dataset.classes} {_COUNTED[dataset.task.form]} per "
             f"{'pixel' if dataset.dense else 'example'}{advice}"
         )
     if model.training:
-        targets = targets_like(dataset.task, dataset.classes, 2, expected[2:]).to(main_input(inputs).device)
+        targets = targets_like(dataset.task, dataset.classes, examples, expected[2:]).to(main_input(inputs).device)
         given = f"what model.name={run.model.name!r} returns{mode} ({found}) and targets {list(targets.shape)}"
         _try_loss(run, dataset.task, outputs, targets, given)
 
