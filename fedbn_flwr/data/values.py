@@ -84,8 +84,8 @@ def _features(source: Source, name: str, column: Column, rows: np.ndarray) -> di
         return {f"{name}={text}": np.where(absent, np.nan, texts == text).astype(np.float32) for text in known}
     if column.is_text or column.names:
         check_texts(source, name, rows)
-        texts = sorted({str(row) for row in rows if row is not None})
-        if (commas := [text for text in texts if "," in text]) and all(map(_COMMAS.fullmatch, texts)):
+        some = sorted({str(row) for row in rows if row is not None})
+        if (commas := [text for text in some if "," in text]) and all(map(_COMMAS.fullmatch, some)):
             raise DataError(
                 f"{source.name!r}: the column {name!r} has numbers with commas; write 150.5 in place of 150,5 (and "
                 "1500 in place of 1,500), or separate the columns by semicolons, between which commas are decimal",
@@ -94,7 +94,7 @@ def _features(source: Source, name: str, column: Column, rows: np.ndarray) -> di
         raise DataError(
             f"{source.name!r}: the column {name!r} has texts, which cannot be inputs; leave it out of data.inputs, "
             "or give its values",
-            f": data.categories: {{{name}: [{', '.join(texts[:4])}]}}",
+            f": data.categories: {{{name}: [{', '.join(some[:4])}]}}",
         )
     return {name: np.asarray(rows, np.float32)}
 

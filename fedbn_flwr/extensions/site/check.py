@@ -87,13 +87,13 @@ def check(arguments: argparse.Namespace) -> int:
         needs.asked("GPU", needs.check_gpu(experiment), "install PyTorch for CUDA, or set engine.device to auto"),
     )
     counts = {"ok": 0, "warning": 0, "FAILED": 0}
-    told: set[str] = set()
+    told: set[str] = set()  # most runs have the same data
     for found in answers:
         if found.found in told:  # the data too can't be read with a wrong node config
             continue
         told.add(found.found)
         counts[found.status] += 1
-        lines = found.found.splitlines() + ([f"-> {found.cure}"] if found.cure else [])
+        lines = found.found.splitlines() + ([f"-> {found.cure}"] if found.status != "ok" else [])
         print(f"{found.status.ljust(7)}  {found.name.ljust(18)} {_NEXT.join(lines)}", flush=True)
     print(f"\n{counts['ok']} ok, {counts['warning']} warnings, {counts['FAILED']} failed")
     return 1 if counts["FAILED"] else 0

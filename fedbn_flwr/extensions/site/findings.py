@@ -33,8 +33,12 @@ def describe(dataset: DataSet, train: Examples, test: Examples, ranges: Mapping[
     return "\n".join(["; ".join(parts), *(_table(names, _values(train, test), ranges) if names else ())])
 
 
-def doubts(dataset: DataSet, train: Examples, test: Examples) -> Iterator[tuple[str, str]]:
-    """What may be wrong with the data, each with what to do."""
+def doubts(dataset: DataSet, train: Examples, test: Examples, *, is_own: bool) -> Iterator[tuple[str, str]]:
+    """What may be wrong with the data, which are the site's own or a partition, each with what to do."""
+    if not len(test):
+        yield "no test examples", "add a test split; the site cannot evaluate its model"
+    if not is_own:
+        return
     names = dataset.input_names
     if dataset.task.form == "classes" and not dataset.dense:
         there = set(train.labels.cpu().unique().tolist())

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -57,9 +56,9 @@ _NEW_KEY = "give the file node.key that deploy/keys.sh created for this site"
 @dataclass(frozen=True)
 class Check:
     name: str
-    status: Literal["ok", "warning", "FAILED"]
+    status: str  # ok, warning or FAILED
     found: str
-    cure: str = ""  # what to do, unless the status is ok
+    cure: str = ""  # what to do, which is shown unless the status is ok
 
 
 class Failed(Exception):
@@ -122,18 +121,11 @@ def check_server(address: str, authority: Path | None, *, insecure: bool = False
     with contextlib.closing(connection):
         try:
             connection.connect()
-        except (socket.gaierror, UnicodeError):  # UnicodeError for an impossible name: a..b
-            raise Failed(
-                f"this machine cannot resolve the name {host!r}", "check the name, and DNS at this site"
-            ) from None
-        except TimeoutError:
-            cure = f"let this machine connect to port {port}: a firewall drops it, or the server is off"
-            raise Failed(f"{address} does not answer within {_TIMEOUT} s", cure) from None
         except ssl.SSLError as error:
             raise _tls_problem(error, address) from None
-        except OSError as error:
-            cure = "check host and port (8443 for sites); ask the operator whether the server runs"
-            raise Failed(f"{address}: {error.strerror or error}", cure) from None
+        except (OSError, UnicodeError) as error:
+            cure = "check host and port (8443 for sites) and the firewall; ask the operator whether the server runs"
+            raise _unreachable(error, address, cure) from None
         der = None if insecure else connection.sock.getpeercert(binary_form=True)  # type: ignore[union-attr]
         yield from _health(address, connection, insecure=insecure)
     if der is not None:
@@ -147,6 +139,16 @@ def _host_and_port(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
         raise Failed(f"the address is {address!r}", "give HOST:PORT, such as fl.example.org:8443")
     return host, int(port)
+
+
+def _unreachable(error: Exception, address: str, cure: str) -> Failed:
+    if isinstance(error, socket.gaierror | UnicodeError):  # UnicodeError for an impossible name: a..b
+        host = address.rpartition(":")[0]
+        return Failed(f"this machine cannot resolve the name {host!r}", "check the name, and DNS at this site")
+    why = (
+        f"does not answer within {_TIMEOUT} s" if isinstance(error, TimeoutError) else getattr(error, "strerror", error)
+    )
+    return Failed(f"{address}: {why or error}", cure)
 
 
 def _health(address: str, connection: HTTPConnection, *, insecure: bool) -> Iterator[Check]:
@@ -167,8 +169,8 @@ def _health(address: str, connection: HTTPConnection, *, insecure: bool) -> Iter
         return
     # A reverse proxy may offer only the paths of sites, which are below /v1/fleet/.
     what = "a SuperLink, with TLS" if answer.status == 200 else f"TLS, and an HTTP server (status {answer.status})"
-    plain = Check("server", "warning", f"{address} has no TLS", "use TLS unless this is the same machine")
-    yield plain if insecure else Check("server", "ok", f"{address}: {what}")
+    what, status = ("no TLS", "warning") if insecure else (what, "ok")
+    yield Check("server", status, f"{address}: {what}", "use TLS unless this is the same machine")
     with contextlib.suppress(TypeError, ValueError):  # the answer has no date
         yield _clock(begin - parsedate_to_datetime(answer.headers["Date"]).timestamp())
     with contextlib.suppress(OSError, HTTPException, ValueError, LookupError, TypeError):  # a proxy may not offer it
@@ -179,21 +181,18 @@ def _health(address: str, connection: HTTPConnection, *, insecure: bool) -> Iter
 def _flower(of_server: str) -> Iterator[Check]:
     """Compare Flower's versions here and at the server: a SuperNode that is too old tries to connect forever."""
     here = importlib.metadata.version("flwr")
-    if of_server.split(".")[:2] == here.split(".")[:2]:
-        yield Check("Flower", "ok", f"{here} here, {of_server} at the server")
-    else:
-        found = f"{here} here, and {of_server} at the server: the node may never connect"
-        yield Check("Flower", "warning", found, f"install flwr=={of_server}, or the image of that version")
+    status = "ok" if of_server.split(".")[:2] == here.split(".")[:2] else "warning"
+    cure = f"the node may never connect: install flwr=={of_server}, or the image of that version"
+    yield Check("Flower", status, f"{here} here, {of_server} at the server", cure)
 
 
 def _clock(ahead: float) -> Check:
     """Whether a SuperLink accepts the times that the node signs. `ahead` may be 2 s too large, as dates arrive late."""
     found = f"this machine's clock is about {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
-    if -_BEHIND < ahead < SYSTEM_TIME_TOLERANCE:
-        return Check("clock", "ok", found)
     rejected = ahead - 2 >= SYSTEM_TIME_TOLERANCE or ahead <= -_BEHIND
+    status = "FAILED" if rejected else "ok" if ahead < SYSTEM_TIME_TOLERANCE else "warning"
     limits = f"a SuperLink rejects a node {SYSTEM_TIME_TOLERANCE} s ahead or {_BEHIND} s behind"
-    return Check("clock", "FAILED" if rejected else "warning", f"{found}; {limits}", "set both clocks by NTP")
+    return Check("clock", status, found, f"set both clocks by NTP: {limits}")
 
 
 def _tls_problem(error: ssl.SSLError, address: str) -> Failed:
@@ -218,7 +217,7 @@ def _validity(name: str, certificate: x509.Certificate, where: str, cure: str) -
         raise Failed(f"{where}: expired on {end:%Y-%m-%d}", cure)
     days = (end - now).days
     found = f"{where}: valid until {end:%Y-%m-%d} ({days} days)"
-    return Check(name, "warning", found, cure) if days < _SOON else Check(name, "ok", found)
+    return Check(name, "warning" if days < _SOON else "ok", found, cure)
 
 
 def check_exchange_service(address: str) -> Iterator[Check]:
@@ -229,11 +228,9 @@ def check_exchange_service(address: str) -> Iterator[Check]:
         found = "answers"
     except ConnectionRefusedError:
         found = "can be reached, and is closed now: it is open only during FedTAN's exchanges"
-    except (socket.gaierror, UnicodeError):
-        raise Failed(f"this machine cannot resolve the name {host!r}", "check the name, and DNS at this site") from None
-    except OSError as error:
-        why = f"does not answer within {_TIMEOUT} s" if isinstance(error, TimeoutError) else str(error.strerror)
-        raise Failed(f"{address}: {why}", f"let the app's container connect to port {port}; or direct: false") from None
+    except (OSError, UnicodeError) as error:
+        cure = f"let the app's container connect to port {port}; or direct: false"
+        raise _unreachable(error, address, cure) from None
     yield Check("exchange service", "ok", f"{address} {found}")
 
 
@@ -257,12 +254,8 @@ def check_state(folder: Path) -> Iterator[Check]:
         tempfile.TemporaryFile(dir=there).close()
     free = shutil.disk_usage(there).free
     found = f"{folder}: can be written to, {free / 1e9:.1f} GB free"
-    if free < _LITTLE:
-        yield Check(
-            "state folder", "warning", found, "make room: a state is as large as the arrays that the client keeps"
-        )
-    else:
-        yield Check("state folder", "ok", found)
+    cure = "make room: a state is as large as the arrays that the client keeps"
+    yield Check("state folder", "warning" if free < _LITTLE else "ok", found, cure)
 
 
 def check_data(experiment: Experiment | None, node: Config) -> Iterator[Check]:
@@ -274,25 +267,17 @@ def check_data(experiment: Experiment | None, node: Config) -> Iterator[Check]:
             raise Failed(f"data-path={given!r}: there is no such file or folder")
         if experiment is None:
             yield Check("data", "ok", f"{given}: can be read; name the experiment too, to check the data for it")
-    checks: list[Check] = []
     for run in experiment.runs if experiment is not None else ():
-        for check in _data_of_run(run, node):
-            if check not in checks:  # most runs have the same data
-                checks.append(check)
-                yield check
+        yield from _data_of_run(run, node)
 
 
 def _data_of_run(run: Settings, node: Config) -> Iterator[Check]:
     run = run.model_copy(update={"engine": run.engine.model_copy(update={"device": "cpu"})})
     parts = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={}))
     dataset, (train, test) = parts.dataset, parts.part
-    where = str(node.get("data-path", run.data.name))
-    splits = dataset.train.select(train), dataset.test.select(test)
+    splits, where = (dataset.train.select(train), dataset.test.select(test)), node.get("data-path", run.data.name)
     yield Check("data", "ok", f"{where}: {describe(dataset, *splits, run.data.ranges)}")
-    if not len(test):
-        cure = "add a test split; the site cannot evaluate its model"
-        yield Check("data", "warning", f"{where}: no test examples", cure)
-    for found, cure in doubts(dataset, *splits) if "data-path" in node else ():
+    for found, cure in doubts(dataset, *splits, is_own="data-path" in node):
         yield Check("contents", "warning", f"{where}: {found}", cure)
     try_model(run, make_model(run, dataset), dataset, torch.device("cpu"))
     yield Check("experiment", "ok", f"{run.name}: {run.model.name} takes these examples")
@@ -309,8 +294,8 @@ def _data_of_run(run: Settings, node: Config) -> Iterator[Check]:
 def check_gpu(experiment: Experiment | None) -> Iterator[Check]:
     for run in experiment.runs if experiment is not None else ():
         choose_device(run.engine.device)
-    if not torch.cuda.is_available():
-        yield Check("GPU", "ok", "none: the client trains on the CPU")
-        return
-    free, total = torch.cuda.mem_get_info()
-    yield Check("GPU", "ok", f"{torch.cuda.get_device_name()}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free")
+    found = "none: the client trains on the CPU"
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        found = f"{torch.cuda.get_device_name()}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free"
+    yield Check("GPU", "ok", found)

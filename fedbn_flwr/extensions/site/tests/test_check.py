@@ -163,7 +163,7 @@ def test_the_clocks_of_site_and_server(
     assert code == (status == "FAILED")
     assert ("ahead of the server's" if late >= 0 else "behind the server's") in found["clock"]["found"]
     if status != "ok":
-        assert "rejects a node 5 s ahead or 305 s behind" in found["clock"]["found"]
+        assert "rejects a node 5 s ahead or 305 s behind" in found["clock"]["cure"]
         assert "NTP" in found["clock"]["cure"]
 
 
@@ -186,8 +186,8 @@ def test_another_version_of_flower_at_the_server_is_named(
     assert code == 0
     assert (found["Flower"]["status"] if "Flower" in found else None) == status
     if status == "warning":
-        assert found["Flower"]["found"] == f"{here} here, and 1.36.0 at the server: the node may never connect"
-        assert "flwr==1.36.0" in found["Flower"]["cure"]
+        assert found["Flower"]["found"] == f"{here} here, 1.36.0 at the server"
+        assert "the node may never connect: install flwr==1.36.0" in found["Flower"]["cure"]
 
 
 def test_code_that_is_mounted_and_not_installed_has_a_version(
@@ -310,7 +310,7 @@ def test_a_server_that_cannot_be_trusted_or_reached_is_named(
         assert "in place of --insecure" in plain["server"]["cure"]
     closed = server(address)
     assert "refused" in closed["found"]
-    assert "(8443 for sites); ask the operator" in closed["cure"]
+    assert "(8443 for sites) and the firewall; ask the operator" in closed["cure"]
     code, missing = check(capsys, "--root-certificates", tmp_path / "no.crt", "--superlink", address)
     assert code == 1
     assert missing["root certificate"]["found"].endswith("no.crt: there is no such file")
