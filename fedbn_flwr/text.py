@@ -68,8 +68,14 @@ def in_plot(text: str, length: int = 60) -> str:
 
 
 def in_html(text: str) -> str:
-    """Escaped text; a line never breaks within `78.55% ± 1.47`."""
-    return html.escape(printable(text)).replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
+    return html.escape(str(on_page(text)))
+
+
+def on_page(value: object) -> object:
+    """A value of a page before it is escaped; a line never breaks within `78.55% ± 1.47`."""
+    if hasattr(value, "__html__") or not isinstance(value, str):  # HTML already
+        return value
+    return printable(value).replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
 
 
 def in_csv(value: object) -> object:

@@ -9,13 +9,15 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import UserError, did_you_mean, needs
 from fedbn_flwr.tasks import is_lower_better, title_of
-from fedbn_flwr.text import in_csv, in_html, in_markdown, printable
+from fedbn_flwr.text import in_csv, in_markdown, on_page, printable
 from fedbn_flwr.trees import Draft, Json
 
 from ..folder.clients import PartitionCounts, spread
@@ -37,6 +39,9 @@ from .rows import (
     sweeps,
     validation,
 )
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 Lines = list[tuple[str, ...]]  # of a table: the headings, and the cells of each row
 Table = tuple[str, Lines]  # with its title; the first one of a report has none
@@ -453,14 +458,18 @@ def as_text(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
+@cache
+def template(name: str) -> Template:
+    """A template of HTML, which escapes all text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # torch needs it, too
+
+    loader = PackageLoader("fedbn_flwr.results.report", "")
+    made = Environment(loader=loader, autoescape=True, finalize=on_page, undefined=StrictUndefined)
+    return made.get_template(f"{name}.html.md")
+
+
 def as_html(title: str, lines: Sequence[Sequence[str]]) -> str:
-    head, *body = [[in_html(cell) for cell in line] for line in lines]
-    heads = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    rows = (
-        f'<tr><th scope="row"><bdi>{first}</bdi></th><td>{"</td><td>".join(rest)}</td></tr>' for first, *rest in body
-    )
-    caption = f"<caption>{in_html(title)}</caption>" if title else ""
-    return f"<table>{caption}<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return str(template("table").module.table(title, lines))  # type: ignore[attr-defined]
 
 
 def tables(every: Sequence[Row], form: ReportForm = DEFAULT) -> list[Table]:

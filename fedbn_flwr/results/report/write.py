@@ -1,17 +1,15 @@
 """Writes the files of a report, for `fedbn run` and `fedbn report DIR...`.
 
-The page has no program, and its content security policy forbids all requests. Text from run folders enters it escaped.
+The page has no program, and its content security policy forbids all requests. Its template escapes all text.
 Its template ends in .md because Flower packs no .html files into an app bundle.
 """
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.resources import files
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +18,7 @@ from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.results.folder.places import from_here
 from fedbn_flwr.storage import to_json, writing
-from fedbn_flwr.text import in_html, in_markdown
+from fedbn_flwr.text import in_markdown
 from fedbn_flwr.trees import Json
 from fedbn_flwr.yaml_text import dump_yaml
 
@@ -33,15 +31,14 @@ from .rows import OWN, Row, both, choose, group, runs_of, sweeps
 from .tables import (
     DEFAULT,
     ReportForm,
-    Table,
     as_csv,
-    as_html,
     as_markdown,
     differing_settings,
     notes,
     set_up,
     tables,
     tables_as_text,
+    template,
 )
 
 if TYPE_CHECKING:
@@ -50,12 +47,6 @@ if TYPE_CHECKING:
 _CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # in report.json, along with the metrics
 _CLIENTS = 100  # bars of a picture
 _CURVES = 100  # of the page; each takes a quarter of a second
-_WIDE = 6  # inches, beyond which a picture has a line of the page for itself
-_NOTE = (
-    '<p class="note">Values are from the last evaluated round; "best" is the best round on the test examples. '
-    'With several seeds a cell is mean ± standard deviation over seeds; "1 of 3 seeds": only these finished. A MiB '
-    "is 2<sup>20</sup> bytes of arrays, summed over clients. A picture's values are below it and under the pointer.</p>"
-)
 
 
 def write_report(
@@ -68,8 +59,8 @@ def write_report(
     the curves, `sweep` the values of sweeps, `clients` a box plot of clients. Without matplotlib there are none; the
     text names the extra. Returns the tables as text, and the paths of report.md, report.png and report.html.
 
-    With `only_page` only the page is written; `out` may then be its file, ending in .html. If it isn't `whole`, it has the
-    pictures of the files only: to draw each measure takes longer than a short run.
+    With `only_page` only the page is written; `out` may then be its file, ending in .html. If it isn't `whole`, it has
+    the pictures of the files only: to draw each measure takes longer than a short run.
     """
     every = group(find_runs(folders))
     rows, found, notices = choose(every), tables(every, form), notes(every)
@@ -131,50 +122,38 @@ def _content(run: Run, chosen: bool) -> Json:
 
 # --- the page ---
 
-
 # Of a page: the section, the name of the pictures, which are folded in if they have one, and the pictures.
 Pictures = Iterable[tuple[str, str, Iterable["Plot"]]]
 
 
 def page(every: Sequence[Row], form: ReportForm, drawn: Pictures = ()) -> str:
     rows, numbers = choose(every), count()
-    runs = runs_of(rows)
-    sections = {"Results": "".join(map(_table, tables(every, form))) + _NOTE}
+    runs, sections = runs_of(rows), dict[str, list[object]]()
     for heading, name, pictures in drawn:
-        text = f'<div class="pictures">{"".join(map(_figure, numbers, pictures))}</div>'
-        text = f'<details class="print"><summary>{in_html(name)}</summary>{text}</details>' if name else text
-        sections[heading] = sections.get(heading, "") + text * ("<figure" in text)
-    sections["Settings"] = _table(differing_settings(rows)) + "".join(map(_run, runs))
-    shown = {name: text for name, text in sections.items() if text}
+        if shown := [(_svg(*numbered), numbered[1]) for numbered in zip(numbers, pictures, strict=False)]:
+            sections.setdefault(heading, []).append((name, shown))
     words = f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}"
     words += f" in {len(rows)} rows" if len(rows) < len(runs) else ""
     made = f"Made by fedbn-flwr {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC."
-    parts = {
-        "title": in_html(", ".join(dict.fromkeys(run.summary.name for run in runs))),
-        "about": in_html(" ".join([set_up(rows), f"{words}. {made}", *notes(every)])),
-        "contents": "".join(f'<a href="#{name.split()[0]}">{name}</a>' for name in shown),
-        "sections": "".join(f'<section id="{n.split()[0]}"><h2>{n}</h2>{text}</section>' for n, text in shown.items()),
-    }
-    template = (files("fedbn_flwr.results.report") / "page.html.md").read_text(encoding="utf-8")
-    # One pass: a value that resembles a placeholder is not replaced again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    return template("page").render(
+        title=", ".join(dict.fromkeys(run.summary.name for run in runs)),
+        about=" ".join([set_up(rows), f"{words}. {made}", *notes(every)]),
+        tables=tables(every, form),
+        sections=sections,
+        settings=differing_settings(rows),
+        runs=[(run, _details(run)) for run in runs],
+    )
 
 
-def _table(table: Table) -> str:
-    if not table[1]:
-        return ""
-    name = in_html(table[0] or "results")
-    return f'<div class="scroll" role="group" aria-label="{name}" tabindex="0">{as_html(*table)}</div>'
-
-
-def _figure(number: int, picture: Plot) -> str:
-    """A picture with its values, for readers who cannot point at them; ids in pictures are made unique."""
+def _svg(number: int, picture: Plot) -> str:
+    """The content of an svg element, in which ids are unique in the page."""
     svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{number}-", picture.svg)
-    name, values = in_html(picture.name), "".join(f"<li>{in_html(words)}</li>" for words in picture.words)
-    shown = f'<svg role="img" aria-label="{name}"{svg[svg.index("<svg") + 4 :]}'
-    opened = f'<details><summary aria-label="Values of {name}">Values</summary><ul tabindex="0">{values}</ul></details>'
-    wide = ' class="wide"' if picture.get_figwidth() > _WIDE else ""
-    return f"<figure{wide}>{shown}{opened if values else ''}</figure>"
+    return svg[svg.index("<svg") + 4 :]
+
+
+def _details(run: Run) -> dict[str, str]:
+    parts = {"Settings": run.config, "Results": run.values, "Environment": run.files.read("environment.json")}
+    return {name: dump_yaml(found) for name, found in parts.items() if found}
 
 
 def _pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Pictures:
@@ -191,12 +170,3 @@ def _pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Pictures:
     for found in {repr(counts): counts for counts in known if counts}.values():
         shown = replace(found, counts=found.counts[:_CLIENTS], clients=found.clients[:_CLIENTS])
         yield "Data of the clients", found.title, [alone_partition(shown)]
-
-
-def _run(run: Run) -> str:
-    parts = {"Settings": run.config, "Results": run.values, "Environment": run.files.read("environment.json")}
-    blocks = "".join(
-        f"<h3>{name}</h3><pre>{html.escape(dump_yaml(found))}</pre>" for name, found in parts.items() if found
-    )
-    name = in_html(f"{run.label}, seed {run.summary.seed}")
-    return f"<details><summary>{name} <small>{in_html(run.summary.status)}</small></summary>{blocks}</details>"

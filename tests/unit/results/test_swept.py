@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ def test_a_run_that_has_not_finished_is_marked(tmp_path: Path, status: str) -> N
     for seed in (0, 1):
         write_run(tmp_path / str(seed), "A", seed, config={"published": known}, accuracy=0.2, accuracy_red=0.3)
     set_status(tmp_path / "1", status)
-    rows = rows_of(tmp_path)
+    with RunFolder(tmp_path / "1").locked() if status == "running" else nullcontext():
+        rows = rows_of(tmp_path)
     (head, line) = published(rows)
     found = dict(zip(head, line, strict=True))
     assert found["run"] == f"A [{status}] (1 of 2 seeds)"
