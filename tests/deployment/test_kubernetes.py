@@ -23,7 +23,8 @@ SERVER = {
 }
 SITE = {"supernode": "supernode-1", "superexec-clientapp": "superexec-clientapp-1"}
 CLUSTER = {"SUPERLINK": "superlink.fedbn.svc:8000", "SITES": "2", "NODE_1": "data-path='/data'"}
-CONFIG = {**CLUSTER, "PARTITION": "1", "NODE": CLUSTER["NODE_1"], "EXCHANGE": "superexec-serverapp:8001", "OUTGOING_PROXY": ""}
+CONFIG = {**CLUSTER, "PARTITION": "1", "NODE": CLUSTER["NODE_1"], "OUTGOING_PROXY": ""}
+CONFIG["EXCHANGE"] = "superexec-serverapp:8001"
 
 
 def resources(name: str) -> list[dict[str, Any]]:
