@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -250,7 +251,7 @@ def _trim(folder: Path) -> None:
     facts = []
     for file in folder.glob("*.npy"):
         with suppress(FileNotFoundError):  # another process trims too
-            facts.append((file.name in _used, (found := file.stat()).st_mtime_ns, found.st_size, file))
+            facts.append((file.name in _used, (found := file.stat()).st_atime_ns, found.st_size, file))
     for is_used, _, size, file in sorted(facts, reverse=True):
         left -= size
         if left < 0 and not is_used:
@@ -261,5 +262,6 @@ def _mapped(folder: Path, names: Sequence[str], chosen: Examples) -> Examples:
     # Copy-on-write, because torch warns about read-only arrays; no code writes to it.
     images, *masks = (torch.from_numpy(np.load(folder / name, mmap_mode="c")) for name in names)
     for name in names:
-        os.utime(folder / name)  # used now
+        with suppress(OSError):  # a file of another user
+            os.utime(folder / name, ns=(time.time_ns(), (folder / name).stat().st_mtime_ns))  # used now
     return replace(chosen, inputs=images, targets=masks[0] if masks else chosen.targets)
