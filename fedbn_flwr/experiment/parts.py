@@ -202,7 +202,6 @@ def model_arguments(run: Settings, dataset: DataSet | Shape) -> Tree:
         "stem": run.model.stem,
         "groups": run.model.groups,  # each norm picks its own options
         "branch_scale": run.model.branch_scale,
-        "reduction": run.model.reduction,
         **run.model.brn.model_dump(),
     }
 

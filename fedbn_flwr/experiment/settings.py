@@ -198,12 +198,11 @@ class Model(Section):
     groups: Positive = setting(2, "number of groups of `gn` and `gn+ws`; it must divide the channels of each layer")
     branch_scale: float = setting(
         1.0,
-        "with `won` and `won+se`, a factor of the residual branches of `resnet20` and torchvision's ResNets; [0.2"
+        "with `won`, a factor of the residual branches of `resnet20` and torchvision's ResNets; [0.2"
         " lets them train](strategies/fedwon.md#residual-networks)",
         gt=0,
         le=1,
     )
-    reduction: Positive = setting(16, "with `won+se`, the channels for each hidden unit of squeeze-excitation")
     brn: Renorm = setting(
         Renorm(),
         "bounds of batch renormalisation: r = 1 and d = 0 in a client's first `warmup` steps, then wider until "

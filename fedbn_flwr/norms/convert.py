@@ -18,7 +18,6 @@ from fedbn_flwr.named import accepted, call, is_name, load
 from fedbn_flwr.trees import Draft, Tree
 
 from .compound import DECLARE, computes_batch_norm, modules_after
-from .features import excitation, normalise_features
 from .fixup import convolutions, fixup, residual_blocks
 from .roles import AFFINE, batch_norms, check_own
 from .variants import BatchRenorm, HybridBatchNorm, MaskedBatchNorm1d, StaticBatchNorm
@@ -56,7 +55,6 @@ class NormOptions(TypedDict, total=False):
 
     groups: int
     branch_scale: float
-    reduction: int
     r_max: float
     d_max: float
     warmup: int
@@ -72,7 +70,6 @@ class Normaliser(NamedTuple):
     options: tuple[str, ...] = ()  # it ignores all others
     standard: tuple[float, float | None] | None = None  # eps and gamma of the weights, if they are standardised
     whole: Callable[[nn.Module], nn.Module] | None = None  # converts the model, instead of its norms one by one
-    finish: Callable[[nn.Module], object] = lambda model: None  # also changes the converted model
     # Whether it has a use for a model with these layers to standardise, and these batch norms.
     is_useful: Callable[[object, object], object] = lambda weights, norms: norms
 
@@ -99,16 +96,6 @@ NORMS = {
         standard=(1e-6, RELU_GAMMA),
         # It also removes batch norm, so a model without convolutions has a use for it.
         is_useful=lambda weights, norms: weights or norms,
-    ),
-    "won+se": Normaliser(
-        "`won`, and squeeze-excitation at the end of each branch (ANFR; for ResNets), with `reduction`",
-        options=("branch_scale", "reduction"),
-        standard=(1e-6, RELU_GAMMA),
-    ),
-    "fn": Normaliser(
-        "no normalisation, and features of length sqrt(d) before the last linear layer (FN)",
-        finish=normalise_features,
-        is_useful=lambda *_: True,
     ),
     "sbn": Normaliser(
         "static batch norm: batch statistics, none tracked (HeteroFL)",
@@ -166,9 +153,8 @@ def convert_norm(model: nn.Module, kind: str, **options: Unpack[NormOptions]) ->
     own = _options_of(normaliser, options)
     if normaliser.whole:
         return normaliser.whole(model)
-    scale, reduction = own.pop("branch_scale", 1.0), own.pop("reduction", 16)
-    is_excited = "reduction" in normaliser.options
-    blocks = residual_blocks(model, kind) if scale != 1 or is_excited else {}
+    scale = own.pop("branch_scale", 1.0)
+    blocks = residual_blocks(model, kind) if scale != 1 else {}
     norms = batch_norms(model, f"norm {kind!r}")
     weights = _standardise(model, kind, *normaliser.standard) if normaliser.standard else []
     replaced: dict[nn.Module, nn.Module] = {}  # a layer that is used twice stays one layer
@@ -178,11 +164,7 @@ def convert_norm(model: nn.Module, kind: str, **options: Unpack[NormOptions]) ->
         if name:
             model.set_submodule(name, replaced[norm])
     for block in blocks.values():
-        last = convolutions(block)[-1]
-        last.gamma *= scale
-        if is_excited:
-            setattr(block, f"bn{len(convolutions(block))}", excitation(last, reduction))
-    normaliser.finish(model)
+        convolutions(block)[-1].gamma *= scale
     if not normaliser.is_useful(weights, replaced):
         lacks_weights = normaliser.standard and not weights
         what = "convolution or linear layer to standardise" if lacks_weights else "batch norm to replace"

@@ -30,9 +30,9 @@ def test_the_range_is_that_of_the_package() -> None:
     assert '"torch>=2.6"' in text
     page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     assert (
-        f"| Flower | 1.{OLDEST} to 1.{NEWEST} tested; later ones install too | 1.{LOCAL[0]} and 1.{LOCAL[1]}; the extra `run` "
-        in page
-    )
+        f"| Flower | 1.{OLDEST} to 1.{NEWEST} tested; later ones install too | "
+        f"1.{LOCAL[0]} and 1.{LOCAL[1]}; the extra `run` "
+    ) in page
     assert "| PyTorch | 2.6 or later |" in page
     extras = tomllib.loads(text)["project"]["optional-dependencies"]
     assert '"flwr[simulation]>=1.41,<1.42"' in text

@@ -223,7 +223,7 @@ def test_a_stem_that_a_network_does_not_have_is_refused() -> None:
         on_meta("resnet18", stem="smal")
 
 
-@pytest.mark.parametrize("norm", ["gn", "ln", "in", "none", "won", "sbn", "gn+ws", "brn", "hbn", "fn"])
+@pytest.mark.parametrize("norm", ["gn", "ln", "in", "none", "won", "sbn", "gn+ws", "brn", "hbn"])
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v2"])
 def test_normalisers_take_torchvision_s_networks(name: str, norm: str) -> None:
     model = on_meta(name, input_shape=(3, 32, 32), norm=norm)
