@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, Role, convert_norm
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.statistics import frozen_norm, reestimate
@@ -205,7 +205,8 @@ def test_a_layer_wise_step_refuses_other_kinds_of_batch_norm() -> None:
     net[1] = Doubled(4).double()
     with pytest.raises(SettingsError, match="'1' is a Doubled, whose own arithmetic would be lost"):
         step(net, x, y, F.cross_entropy)
-    with frozen_norm(net, frozenset({Role.STATISTICS})):  # a frozen norm is no part of the exchange
+    frozen = frozen_norm(net, frozenset({Role.STATISTICS}))  # a frozen norm is no part of the exchange
+    with frozen, pytest.raises(MessageError, match="there is nothing to exchange"):
         step(net, x, y, F.cross_entropy)
 
 
