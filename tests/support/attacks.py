@@ -435,7 +435,9 @@ def values() -> list[Attack]:
         "another kind": "variance", "a long text": "moments" * 20_000,
     }  # fmt: skip
     found += [
-        Attack(f"exchange, what is {n}", in_config("what", v, "config"), REFUSED, EXCHANGE) for n, v in whats.items()
+        Attack(f"exchange, {key} is {n}", in_config(key, v, "config"), REFUSED, EXCHANGE)
+        for key in ("what", "layer")
+        for n, v in whats.items()
     ]
     return found
 
