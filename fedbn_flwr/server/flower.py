@@ -62,7 +62,7 @@ class Foreign(Base):
         key = self.find_attribute("weighted_by_key")  # of a strategy derived from Flower's FedAvg
         self.needs_weights, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
-        self._has_begun = False
+        self._has_trained = False
         self.breaks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.breaks["known"] = "is not known to compute with nothing but the mean of the replies"
@@ -89,13 +89,12 @@ class Foreign(Base):
         return next((getattr(inner, attribute) for inner in self.strategies() if hasattr(inner, attribute)), None)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
-        """Also begin a rule inside the strategy. Its state is its attributes, so it can be started once."""
-        if self._has_begun:
+        """Also begin a rule inside the strategy. Its state is its attributes, so it can train in one run only."""
+        if self._has_trained:
             raise SettingsError(
-                f"{self} has been started before, and still has that run's state; make a new one for each run"
+                f"{self} has trained before, and still has that run's state; make a new one for each run"
             )
         super().begin(num_rounds, arrays)
-        self._has_begun = True
         if inner := next((inner for inner in self.strategies() if isinstance(inner, Rule)), None):
             inner.begin(num_rounds, arrays)
 
@@ -109,7 +108,7 @@ class Foreign(Base):
         return nullcontext() if seed is None else seeding.streams(seed)
 
     def train_messages(self, round: Round) -> list[Message]:
-        arrays, shown = round.arrays, round.arrays
+        self._has_trained, arrays, shown = True, round.arrays, round.arrays
         if round.hidden:
             shown = record_of(of_roles(arrays, frozenset(Role) - round.hidden))
         with self._drawing("train", round.number):

@@ -360,11 +360,11 @@ def test_two_messages_to_one_client_are_an_error(federation: Federations) -> Non
         FixBN(Twice(), freeze_round=1).start(fed.grid(), fed.arrays(), num_rounds=1)
 
 
-def test_a_strategy_of_flower_is_started_once(federation: Federations) -> None:
+def test_a_strategy_of_flower_trains_in_one_run_only(federation: Federations) -> None:
     """A second run would begin with the moments of the first."""
     fed, around = federation((8, 12)), FixBN(MeanStatistics(flower.FedAdam()), freeze_round=1)
     around.start(fed.grid(), fed.arrays(), num_rounds=1)
-    with pytest.raises(SettingsError, match=r"^FedAdam has been started before, .* make a new one for each run$"):
+    with pytest.raises(SettingsError, match=r"^FedAdam has trained before, .* make a new one for each run$"):
         around.start(fed.grid(), fed.arrays(), num_rounds=1)
 
 

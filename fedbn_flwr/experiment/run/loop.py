@@ -25,6 +25,7 @@ from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import LOG, Diverged, RunFailed, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
+from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.folder.writer import RunFolder
@@ -153,7 +154,7 @@ def send(running: Running, messages: Sequence[Message]) -> list[Message]:
     """
     run, base, grid = running.run, running.prepared.rule.base, running.grid
     needed, began = min(base.min_train_nodes, len(messages)), math.inf
-    replies = list(grid.send_and_receive(messages, timeout=run.engine.timeout))
+    replies = gate(grid.send_and_receive(messages, timeout=run.engine.timeout))
     while lost := {reply.metadata.src_node_id for reply in replies if is_away(reply)}:
         began = min(began, time.monotonic())
         kept = [reply for reply in replies if not is_away(reply)]
@@ -164,7 +165,7 @@ def send(running: Running, messages: Sequence[Message]) -> list[Message]:
         base.connected(grid, needed)
         again = [Message(one.content, one.metadata.dst_node_id, one.metadata.message_type) for one in messages]
         again = [one for one in again if one.metadata.dst_node_id in lost]
-        replies = [*kept, *grid.send_and_receive(again, timeout=run.engine.timeout)]
+        replies = gate([*kept, *grid.send_and_receive(again, timeout=run.engine.timeout)])
     return replies
 
 
