@@ -10,6 +10,7 @@ from torch import Tensor
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import Examples, main_input
 from fedbn_flwr.errors import few
+from fedbn_flwr.results.report.tables import as_text
 from fedbn_flwr.text import columns_in_words
 
 _MOST = 100  # columns in the table
@@ -27,10 +28,10 @@ def describe(dataset: DataSet, train: Examples, test: Examples, ranges: Mapping[
         counts = torch.bincount(train.labels.cpu(), minlength=dataset.classes).tolist()
         named = [f"{name}: {count}" for name, count in zip(dataset.class_names, counts, strict=True)]
         parts.append(f"classes: {', '.join(named)}")
-    names = dataset.input_names
-    if names:
-        parts += columns_in_words(dataset.columns)[1:]
-    return "\n".join(["; ".join(parts), *(_table(names, _values(train, test), ranges) if names else ())])
+    if not (names := dataset.input_names):
+        return "; ".join(parts)
+    parts += columns_in_words(dataset.columns)[1:]
+    return f"{'; '.join(parts)}\n{_table(names, _values(train, test), ranges)}"
 
 
 def doubts(dataset: DataSet, train: Examples, test: Examples, *, is_own: bool) -> Iterator[tuple[str, str]]:
@@ -63,7 +64,7 @@ def _values(train: Examples, test: Examples) -> Tensor:
     return torch.cat([main_input(split.inputs) for split in (train, test)])
 
 
-def _table(names: Sequence[str], values: Tensor, ranges: Mapping[str, tuple[float, float]]) -> list[str]:
+def _table(names: Sequence[str], values: Tensor, ranges: Mapping[str, tuple[float, float]]) -> str:
     """A line for each input, in the order of the experiment."""
     rows = [("input", "missing", "lowest", "median", "highest", "data.ranges" if ranges else "")]
     for name, column in [*zip(names, values.unbind(1), strict=True)][:_MOST]:
@@ -72,9 +73,7 @@ def _table(names: Sequence[str], values: Tensor, ranges: Mapping[str, tuple[floa
         low, middle, high = [f"{number:g}" for number in numbers] or ["-"] * 3
         limits = "{:g} to {:g}".format(*ranges[name]) if name in ranges else ""
         rows.append((name, str(len(column) - len(known)), low, middle, high, limits))
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)
-    return [*lines, f"... and {len(names) - _MOST} more"] if len(names) > _MOST else [*lines]
+    return as_text(rows) + (f"\n... and {len(names) - _MOST} more" if len(names) > _MOST else "")
 
 
 def _copies(train: Examples, test: Examples) -> int:

@@ -496,8 +496,9 @@ def test_a_site_sees_each_column_s_missing_values_and_range(tmp_path: Path, caps
     assert cli.main(["check", *patients(tmp_path / "site", change), PATIENTS, *inputs]) == 0
     lines = capsys.readouterr().out.splitlines()
     at = next(i for i, line in enumerate(lines) if line.strip().startswith("input "))
-    assert [line.strip() for line in lines[at : at + 3]] == [
+    assert [line.strip() for line in lines[at : at + 4]] == [
         "input     missing  lowest  median  highest  data.ranges",
+        "--------  -------  ------  ------  -------  -----------",
         "pressure        2    99.5    99.5      130",
         "age             0      30      31       80     0 to 120",
     ]
