@@ -16,7 +16,7 @@ from ..parts import Parts, plain_loss
 from .side_by_side import workers_of
 
 _BEST = 10  # clients with small networks; fifty take longer, since their values leave the processor's cache
-_WORKERS = 4  # worker processes that are about as fast as ten clients at once
+_WORKERS = 3  # worker processes that are about as fast as ten clients at once
 
 
 def clients_at_once(parts: Parts) -> int:

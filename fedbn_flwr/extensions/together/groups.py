@@ -236,7 +236,7 @@ class _Group:
         if ask is None:
             with torch.enable_grad():
                 for run in self._runs():
-                    self._compute_gradients(run, _at(run, w))
+                    self._compute_gradients(run, self._computation(run, _at(run, w)))
         else:
             self._exchange(w, ask)
         for place, row in enumerate(self.rows):
@@ -269,9 +269,9 @@ class _Group:
         left = [row.shapes[taken:] for row, taken in zip(self.rows[place], self.taken[place], strict=True)]
         steps = min(sum(1 for _ in itertools.takewhile(left[0][0].__eq__, shapes)) for shapes in left)
         w, memos = self._leaves(place), [_memo_at(place, memo) for memo in self.memos]
-        optimizer = self._optimizer(place, w)
+        optimizer, compute = self._optimizer(place, w), self._computation(place, w)
         for _ in range(steps):
-            self._compute_gradients(place, w)
+            self._compute_gradients(place, compute)
             self._step(place, w, optimizer, memos)
 
     def _leaves(self, place: slice) -> dict[str, Tensor]:
@@ -286,13 +286,16 @@ class _Group:
             optimizer.state[w[name]][MOMENTUM] = momentum
         return optimizer
 
+    def _computation(self, place: slice, w: Tensors) -> Callable[[Tensor], Tensor]:
+        """What the network of these rows computes; w are their tensors that train."""
+        return self.network.computation({**_at(place, self.tensors), **w})
+
     @torch.enable_grad()
-    def _compute_gradients(self, place: slice, w: Tensors) -> None:
-        """Compute the gradients of w, the tensors of these rows that train, for their next batches."""
+    def _compute_gradients(self, place: slice, compute: Callable[[Tensor], Tensor]) -> None:
+        """Compute the gradients of these rows for their next batches."""
         taken = self.taken[place]
         batches = [row.batches[number] for row, number in zip(self.rows[place], taken, strict=True)]
         inputs, targets = map(torch.stack, zip(*batches, strict=True))
-        compute = self.network.computation({**_at(place, self.tensors), **w})
         losses = losses_of(self.training.loss, compute(inputs), targets)
         losses.sum().backward()
         self.total[place].add_(losses.detach(), alpha=inputs.shape[1])
