@@ -36,9 +36,14 @@ _TYPES: Mapping[str, Draft] = {
         "targets": dict[str, list[float]] | None,
         "classes": list[str] | None,
         "global": bool,
+        "own_inputs": dict[str, str],
+        "own_models": bool,
     },
     "environment.json": {"token": str, "modules": dict[str, str], "resumed": list[Draft]},
 }
+
+
+_OPTIONAL = {"own_inputs", "own_models"}  # of model.json
 
 
 def damaged(file: Path, reason: str, line: int | None = None) -> UserError:
@@ -75,7 +80,8 @@ def parse(text: str, file: Path, line: int | None = None) -> Json:
         if file.name == "history.jsonl":
             types = {key: float for key in content if any(main in key for main in MAINS)} | types
         # Later versions have added keys to environment.json.
-        check(content, types, () if file.name == "environment.json" else types)
+        required = [key for key in types if key not in _OPTIONAL] if file.name != "environment.json" else ()
+        check(content, types, required)
     except (ValueError, RecursionError) as error:
         reason = f"it is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise damaged(file, reason, line) from None

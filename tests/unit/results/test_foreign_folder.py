@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from fedbn_flwr import cli, run
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.results.result import Result, Results
+from fedbn_flwr.storage import read_store, write_store
 
 TINY: dict[str, Any] = {"rounds": 1, "clients": 2, "train": {"steps": 1}, "engine": {"workers": 0, "device": "cpu"}}
 # A module and a repository of the folder's author: each leaves a file where it was imported.
@@ -87,6 +89,15 @@ def test_code_that_its_model_names_is_refused(
     assert not Path("executed").exists()
 
 
+@pytest.mark.parametrize("sections", [{"own_inputs": {"fedbn.mine": 5}}, {"build": {"num_classes": "a"}}])
+def test_a_model_that_cannot_be_built_is_damaged(
+    sections: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(folder, **sections)
+    assert cli.main(["predict", "run", "--client", "0", "--data", "new.npz", "--out", "found"]) == 2
+    assert "'run/model.json'" in capsys.readouterr().err
+
+
 def test_a_client_rule_of_this_library_is_found_by_its_key(folder: Path) -> None:
     """Whatever module the folder gives for it."""
     change(folder, own_inputs={"fedbn.inputs-own": "evil:Rule"})
@@ -129,6 +140,29 @@ def test_its_settings_execute_nothing(
         2 if "track" not in changes else 0
     )
     assert not Path("executed").exists(), capsys.readouterr()
+
+
+class Executed:
+    """When it is unpickled, a file is made."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path("executed").touch, ()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "checkpoint", "checkpoint's model"])
+def test_pickled_content_is_never_unpickled(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pickled, file = pickle.dumps(Executed()), folder / name.removesuffix("'s model")
+    if file.name == name:
+        file.write_bytes(pickled)
+    else:
+        entries = read_store(file)
+        write_store(file, {**entries, "model": pickled}.items())
+    client = ["--client", "0"] if file.name == "checkpoint" else []
+    assert cli.main(["predict", "run", *client, "--data", "new.npz", "--out", "found"]) == 2
+    assert f"'run/{file.name}'" in capsys.readouterr().err
+    assert not Path("executed").exists()
+    pickle.loads(pickled)
+    assert Path("executed").exists()
 
 
 def test_a_network_of_one_s_own_is_built_if_it_is_allowed(
