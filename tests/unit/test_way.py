@@ -12,7 +12,7 @@ from fedbn_flwr.strategies import FedAvg, FedTAN
 
 ROOT = Path(__file__).parents[2]
 # Other engines, strategies and listeners than those of the round below.
-ELSEWHERE = {"train_round", "ask", "FedTAN.run_exchanges", "WorkerPool.serve", "Listener.on_round"}
+ELSEWHERE = {"train_round", "ask", "Base.ask", "FedTAN.run_exchanges", "WorkerPool.serve", "Listener.on_round"}
 
 
 def described(begin: str, end: str) -> list[tuple[str, str]]:
