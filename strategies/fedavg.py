@@ -15,13 +15,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Literal, Never, Self
+from typing import Annotated, Literal, Never
 
 import numpy as np
 from annotated_types import Ge, Le
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
-from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import LOG, SettingsError, did_you_mean, few
@@ -67,13 +66,6 @@ class FedAvg(Base, FlowerFedAvg):
         The kept arrays of the global model, which no client uses: "average" is the mean over the round's clients, which
         send them for this purpose; "initial" keeps the initial values, and clients do not send them.
     """
-
-    def __new__(cls, *arguments: object, **options: object) -> Self:
-        if any(isinstance(each, Strategy) for each in arguments):
-            raise TypeError(
-                f"{cls.__name__} wraps no other strategy; give it settings, and wrap it: FixBN({cls.__name__}())"
-            )
-        return super().__new__(cls)
 
     def __init__(
         self,

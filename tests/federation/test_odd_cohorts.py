@@ -138,20 +138,6 @@ def test_of_two_answers_of_one_node_a_flower_strategy_gets_the_last() -> None:
     assert same(trained(strategy(), Changed(grid(), "train", twice)), trained(strategy(), grid()))
 
 
-def test_a_second_run_of_a_strategy_begins_without_the_moments_of_the_first() -> None:
-    strategy = MeanStatistics(FedAdam(**NO_EVALUATION))
-    assert same(trained(strategy, grid(), 2), trained(strategy, grid(), 2))
-
-    def other() -> nn.Module:
-        torch.manual_seed(2)
-        return nn.Sequential(nn.Flatten(), nn.Linear(36, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
-
-    def make(context: Context) -> BNClient:
-        return BNClient(other(), data(0), context=context)
-
-    trained(strategy, grid(make=make), model=other)
-
-
 @pytest.mark.parametrize("bad", [1, 2])
 def test_statistics_of_other_layers_are_refused(bad: int) -> None:
     def static() -> nn.Module:
