@@ -88,7 +88,11 @@ def _commit(split: Any) -> str | None:
 
 def _of_array(where: str, given: Any) -> Column:
     read = functools.partial(as_rows, where, given)
-    if isinstance(given, Mapping) or not len(given) or as_rows(where, given[:1]).ndim > 1:
+    try:
+        is_single = not isinstance(given, Mapping) and len(given) > 0 and as_rows(where, given[:1]).ndim == 1
+    except (TypeError, DataError):  # no rows; an error if the column is used
+        is_single = False
+    if not is_single:
         return Column("array", read)
     rows = read()
     if rows.dtype == object:

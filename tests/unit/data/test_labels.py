@@ -61,6 +61,12 @@ def test_labels_of_one_column_are_labels(tmp_path: Path, task: str | None) -> No
         assert found[0].outputs == found[1].outputs == (1 if task else 2)
 
 
+def test_arrays_that_no_key_names_may_be_anything(tmp_path: Path) -> None:
+    arrays = {"x": np.arange(20.0), "y": np.arange(20) % 2}
+    np.savez(tmp_path / "all.npz", version=3, empty=np.array([]), **arrays)
+    assert load(Source(name=str(tmp_path / "all.npz"), inputs="x", label="y", test=0.25)).input_names == ("x",)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("labels", [[0, 1, None, 1] * 5, ["a", "b", None, "b"] * 5])
 def test_rows_without_a_label_are_left_out_if_missing_values_are(
