@@ -267,7 +267,8 @@ def robust(data: str) -> Callable[[], Table]:
 
 def attacks() -> dict[str, dict[str, int]]:
     """What became of the replies of a hostile client, by strategy."""
-    return {line["strategy"]: line["fates"] | {"unfit": line["unfit"]} for line in lines("reliability/attacks.jsonl")[1:]}
+    measured = lines("reliability/attacks.jsonl")[1:]
+    return {line["strategy"]: line["fates"] | {"unfit": line["unfit"]} for line in measured}
 
 
 def hostile() -> Table:

@@ -87,11 +87,6 @@ def test_pages_that_errors_and_docstrings_name_exist() -> None:
     assert [pair for pair in named if not (ROOT / pair[1]).is_file()] == []
 
 
-def test_no_page_repeats_the_version() -> None:
-    """`test_metadata.py` compares its two places, pyproject.toml and the package."""
-    assert [page.name for page in PAGES if re.search(r"fedbn[-_]flwr\W{0,3}\d", page.read_text(encoding="utf-8"))] == []
-
-
 def test_the_readme_configures_the_superlink_that_it_names() -> None:
     def superlinks(page: str) -> list[dict[str, object]]:
         blocks = re.findall(r"```toml\n(\[superlink.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
@@ -134,26 +129,8 @@ def test_an_error_that_the_faq_explains_has_the_text_of_its_heading() -> None:
         [*prepare(load_experiment("quick", ["strategy=FedTAN"]))]
 
 
-def test_the_faq_explains_the_error_that_the_tutorial_shows() -> None:
-    """`test_tutorial.py` runs the command that prints it."""
-    faq, tutorial = ((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8") for page in ("faq", "tutorial"))
-    (replies, loss) = re.findall(r"^### (.* usable reply): (train-loss is nan .*)", faq, re.MULTILINE)[0]
-    assert f"{replies}, 2 are needed" in tutorial
-    assert f"its {loss}" in tutorial
-
-
 def test_a_server_without_data_needs_what_the_meaning_of_its_key_gives() -> None:
     meaning = str(Evaluate.model_fields["server"].description)
     (data,) = re.findall(r"`(data: \{.*?\})`", meaning)
     run = Settings.model_validate({**yaml.safe_load(data), "evaluate": {"server": False}})
     assert shape_without_data(run).classes == 10
-
-
-def test_pages_call_a_strategy_a_strategy() -> None:
-    """`docs/glossary.md`; a client rule is the client's half of one, and the rules of a firewall are rules."""
-    found = set()
-    for page in PAGES:
-        for line in CODE.sub("", page.read_text(encoding="utf-8")).splitlines():
-            if re.search(r"\brules?\b", re.sub(r"client rules?|the rules for incoming", "", line), re.IGNORECASE):
-                found.add((page.name, line))
-    assert found == set()
