@@ -41,8 +41,14 @@ def checked(function: F) -> F:
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
         given: Mapping[str, object] = {}
-        with suppress(TypeError):  # for wrong arguments, the function raises a better error
+        try:
             given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:  # for other wrong arguments, the function raises a better error
+            if "too many positional" in str(error) and function.__name__ == "__init__":
+                kind, first = type(args[0]).__name__, [*signature.parameters][1]
+                raise TypeError(
+                    f"{kind} takes its arguments by name, such as {first}=; found {type(args[-1]).__name__} without one"
+                ) from None
         for name in filter(hints().get, given):
             check(name, given[name], hints()[name])
         return function(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from fedbn_flwr.declared import checked, declarations
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, FedTAN
 
 if TYPE_CHECKING:
     from somewhere import Unknown  # type: ignore[import-not-found]
@@ -104,5 +104,11 @@ def test_a_rule_of_the_user_is_checked_too() -> None:
     Own(share=1)
     with pytest.raises(SettingsError, match="share is 2; expected a number >= 0 and <= 1"):
         Own(share=2)
-    with pytest.raises(SettingsError, match="min_train_nodes is 'two'; expected an integer"):
+    with pytest.raises(SettingsError, match="min_train_nodes is 'two'; expected a number of nodes"):
         Own(min_train_nodes="two")
+
+
+@pytest.mark.parametrize("strategy", [FedBN, FedTAN, FedProx])
+def test_a_strategy_that_wraps_no_other_says_so(strategy: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match=f"{strategy.__name__} takes its arguments by name, such as .*found FedAvg"):
+        strategy(FedAvg())
