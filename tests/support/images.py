@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,19 @@ def write_parquet(
     columns = {image: [picture(i, shape) for i in range(count)], **rows}
     file.parent.mkdir(parents=True, exist_ok=True)
     datasets.Dataset.from_dict(columns, features=datasets.Features(features)).to_parquet(file)
+
+
+def write_splits(
+    folder: Path,
+    shape: tuple[int, ...],
+    rows: dict[str, list[int] | list[str]],
+    names: dict[str, list[str]],
+    image: str = "image",
+    files: Sequence[str] = ("train.parquet", "test.parquet"),
+) -> None:
+    """The same rows as training and as test split."""
+    for file in files:
+        write_parquet(folder / file, shape, rows, names, image)
 
 
 def numbered(count: int) -> list[str]:

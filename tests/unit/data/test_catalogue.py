@@ -23,7 +23,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides, 
 from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Settings
-from tests.support.images import numbered, picture, write_parquet
+from tests.support.images import numbered, picture, write_parquet, write_splits
 
 AUGMENTS = {"crop", "flip", "resized_crop", "rotate"}
 
@@ -49,18 +49,6 @@ def test_an_entry_is_complete_in_itself(name: str) -> None:
     assert entry.title in describe_datasets()[name]
 
 
-def test_the_embedded_digits_have_the_form_of_their_entry() -> None:
-    data, entry = load(Source(name="digits")), CATALOGUE["digits"]
-    assert entry.size is not None
-    assert (data.classes, data.channels, data.size) == (entry.classes, entry.channels, (entry.size, entry.size))
-    assert len(data.train.labels) == entry.examples
-
-
-def test_what_has_no_name_is_not_found() -> None:
-    assert CATALOGUE.get("./cifar10") is None
-    assert CATALOGUE.get("uoft-cs/cifar10") is None
-
-
 # --- true layouts ------------------------------------------------------------
 
 # As the hub has them: the folder within the data set's, the names of the splits, columns and their classes.
@@ -80,16 +68,18 @@ LAYOUTS: dict[str, tuple[str, str, tuple[int, ...], dict[str, Any], dict[str, li
 }
 
 
+def write_clone(root: Path, name: str) -> None:
+    folder, test, shape, rows, names, image = LAYOUTS[name]
+    files = [f"{folder}{split}-00000-of-00001.parquet" for split in ("train", test)]
+    write_splits(root / name, shape, rows, names, image, files)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_clone_of_the_hub_loads_by_name(name: str, root: Path) -> None:
-    folder, test, shape, rows, names, image = LAYOUTS[name]
-    for split in ("train", test):
-        write_parquet(root / name / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
-    data = load(Source(name=name, root=str(root)))
-    entry = CATALOGUE[name]
+    write_clone(root, name)
+    data, entry = load(Source(name=name, root=str(root))), CATALOGUE[name]
     assert data.train.inputs.shape == (3, entry.channels, entry.size, entry.size)
-    label = entry.label
-    assert data.train.labels.tolist() == data.test.labels.tolist() == rows[label]
+    assert data.train.labels.tolist() == data.test.labels.tolist() == LAYOUTS[name][3][entry.label]
     assert data.classes == entry.classes
     assert data.domains is None
 
@@ -120,9 +110,7 @@ def test_a_revision_of_the_hub_is_read_for_both_splits_and_recorded(
 
 
 def test_a_revision_of_data_that_are_not_of_the_hub_is_refused(root: Path) -> None:
-    folder, test, shape, rows, names, image = LAYOUTS["mnist"]
-    for split in ("train", test):
-        write_parquet(root / "mnist" / f"{folder}{split}-00000-of-00001.parquet", shape, rows, names, image)
+    write_clone(root, "mnist")
     assert load(Source(name="mnist", root=str(root))).commit is None
     for name, at in (("mnist", str(root)), (str(root / "mnist"), None), ("digits", None), ("module:own", None)):
         with pytest.raises(DataError, match=r"data\.revision is 'v1', which is for data sets of the hub"):
@@ -137,9 +125,8 @@ def write_domainnet(root: Path) -> list[str]:
         "domain": [0, 5, 5, 3, 0],
         "label": [classes.index(c) for c in ("airplane", "bird", "zigzag", "zebra", "tiger")],
     }
-    for split in ("train", "test"):
-        file = root / "domainnet10" / "data" / f"{split}-00000-of-00001.parquet"
-        write_parquet(file, (20, 30, 3), rows, {"domain": domains, "label": classes}, "image")
+    files = [f"{split}-00000-of-00001.parquet" for split in ("train", "test")]
+    write_splits(root / "domainnet10" / "data", (20, 30, 3), rows, {"domain": domains, "label": classes}, files=files)
     return kept
 
 
@@ -148,34 +135,23 @@ def test_domainnet_is_reduced_to_its_ten_classes(root: Path) -> None:
     data = load(Source(name="domainnet10", root=str(root), size=8))
     assert data.class_names == tuple(kept)
     assert [kept[i] for i in data.train.labels] == ["bird", "zebra", "tiger"]
-    assert data.domains is not None
     assert [data.domains.names[i] for i in data.domains.train] == ["sketch", "quickdraw", "clipart"]
     whole = load(Source(name=str(root / "domainnet10"), size=8))
     assert whole.classes == 12
     assert data.train.inputs.equal(whole.train.inputs[[1, 3, 4]]), "each image kept its label"
 
 
-def test_grey_training_images_do_not_go_with_test_images_of_colour(root: Path) -> None:
-    names = {"label": numbered(10)}
-    write_parquet(root / "set" / "train.parquet", (6, 6), {"label": [1, 2]}, names, "image")
-    write_parquet(root / "set" / "test.parquet", (6, 6, 3), {"label": [3]}, names, "image")
-    with pytest.raises(DataError, match=r"training examples have the shape \(1, 6, 6\), test examples \(3, 6, 6\)"):
-        load(Source(name=str(root / "set")))
-
-
 # --- where a name is looked for ----------------------------------------------
 
 
 def test_the_variable_names_a_root_where_the_file_names_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_parquet(root / "mnist" / "train.parquet", (28, 28), {"label": [1]}, {"label": numbered(10)}, "image")
-    write_parquet(root / "mnist" / "test.parquet", (28, 28), {"label": [2]}, {"label": numbered(10)}, "image")
+    write_splits(root / "mnist", (28, 28), {"label": [1]}, {"label": numbered(10)})
     monkeypatch.setenv("FEDBN_DATA", str(root))
     assert load(Source(name="mnist")).train.labels.tolist() == [1]
 
 
 def test_other_names_are_found_under_the_root_too(root: Path) -> None:
-    write_parquet(root / "mine" / "train.parquet", (5, 5), {"kind": [1]}, {"kind": ["a", "b"]}, "photo")
-    write_parquet(root / "mine" / "test.parquet", (5, 5), {"kind": [0]}, {"kind": ["a", "b"]}, "photo")
+    write_splits(root / "mine", (5, 5), {"kind": [1]}, {"kind": ["a", "b"]}, "photo")
     assert load(Source(name="mine", root=str(root))).class_names == ("a", "b")
 
 
@@ -208,64 +184,53 @@ def test_other_names_are_found_under_the_root_too(root: Path) -> None:
     ],
 )
 def test_bad_input_is_one_message_before_training(text: str, message: str, root: Path) -> None:
-    for split in ("train", "test"):
-        file = root / "mnist" / f"{split}.parquet"
-        write_parquet(file, (28, 28), {"label": list(range(10))}, {"label": numbered(10)}, "image")
+    write_splits(root / "mnist", (28, 28), {"label": list(range(10))}, {"label": numbered(10)})
     with pytest.raises((DataError, SettingsError), match=message) as caught:
         prepare(load_experiment(f"clients: 2\ndata: {text.replace('ROOT', str(root))}"))
     assert "\n" not in str(caught.value)
 
 
 def test_a_named_set_with_another_number_of_classes_is_refused(root: Path) -> None:
-    for split in ("train", "test"):
-        write_parquet(root / "cifar10" / f"{split}.parquet", (8, 8, 3), {"label": [1]}, {"label": numbered(7)}, "img")
+    write_splits(root / "cifar10", (8, 8, 3), {"label": [1]}, {"label": numbered(7)}, "img")
     with pytest.raises(DataError, match=r"CIFAR-10\) has 10 classes, the data 7 in 'label'"):
         load(Source(name="cifar10", root=str(root)))
 
 
-def test_an_unknown_domain_is_answered_with_the_nearest(root: Path) -> None:
-    write_domainnet(root)
-    with pytest.raises(DataError, match=r"'sketsh' is not a domain of 'domainnet10'; did you mean 'sketch'\?"):
-        load(Source(name="domainnet10", root=str(root), size=8, domains=["sketsh"]))
-
-
-def test_domains_are_those_asked_for_in_that_order(root: Path) -> None:
+def test_domains_are_those_asked_for_in_that_order_and_an_unknown_one_is_answered_with_the_nearest(root: Path) -> None:
     write_domainnet(root)
     data = load(Source(name="domainnet10", root=str(root), size=8, domains=["sketch", "clipart"]))
-    assert data.domains is not None
     assert data.domains.names == ("sketch", "clipart")
     assert data.domains.train.tolist() == [0, 1]
     assert [data.class_names[i] for i in data.train.labels] == ["bird", "tiger"]
+    with pytest.raises(DataError, match=r"'sketsh' is not a domain of 'domainnet10'; did you mean 'sketch'\?"):
+        load(Source(name="domainnet10", root=str(root), size=8, domains=["sketsh"]))
 
 
 # --- defaults ----------------------------------------------------------------
 
 
-def test_the_catalogue_fills_in_what_the_file_leaves_open() -> None:
-    data = run_of("data: {name: cifar10}").data
-    assert (data.size, data.normalise, data.augment, data.pad) == (32, "official", ("crop", "flip"), 2)
-    data = run_of("data: {name: tiny_imagenet}").data
-    assert (data.size, data.augment) == (64, ("resized_crop", "flip"))
-    data = run_of("data: {name: office_caltech10}").data
-    assert (data.size, data.normalise) == (256, "moments"), "it has no official moments"
-
-
-def test_the_file_overrides_the_catalogue() -> None:
-    data = run_of("data: {name: cifar10, size: 16, normalise: unit, augment: []}").data
-    assert (data.size, data.normalise, data.augment) == (16, "unit", ())
-
-
-def test_without_an_entry_nothing_is_assumed() -> None:
-    for name in ("digits", "./cifar10", "uoft-cs/cifar10"):
-        data = run_of(f"data: {{name: {name}}}").data
-        assert (data.size, data.normalise, data.augment) == (None, "moments", ())
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cifar10", {"size": 32, "normalise": "official", "augment": ("crop", "flip"), "pad": 2}),
+        ("tiny_imagenet", {"size": 64, "augment": ("resized_crop", "flip")}),
+        ("office_caltech10", {"size": 256, "normalise": "moments"}),  # it has no official moments
+        ("cifar10, size: 16, normalise: unit, augment: []", {"size": 16, "normalise": "unit", "augment": ()}),
+        *(
+            (name, {"size": None, "normalise": "moments", "augment": ()})
+            for name in ("digits", "./cifar10", "uoft-cs/cifar10")
+        ),
+    ],
+)
+def test_the_catalogue_fills_in_what_the_file_leaves_open_of_the_data_sets_it_names(
+    text: str, expected: dict[str, Any]
+) -> None:
+    data = run_of(f"data: {{name: {text}}}").data
+    assert {key: getattr(data, key) for key in expected} == expected
 
 
 def test_official_images_have_the_published_mean_and_deviation(root: Path) -> None:
-    for split in ("train", "test"):
-        write_parquet(
-            root / "cifar10" / f"{split}.parquet", (32, 32, 3), {"label": [1, 2]}, {"label": numbered(10)}, "img"
-        )
+    write_splits(root / "cifar10", (32, 32, 3), {"label": [1, 2]}, {"label": numbered(10)}, "img")
     run = run_of(f"data: {{name: cifar10, root: {root}}}")
     data = load(Source(name="cifar10", root=str(root)))
     assert normalisation_of(run, data) == ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
@@ -279,17 +244,13 @@ def test_official_images_have_the_published_mean_and_deviation(root: Path) -> No
 
 
 def test_official_of_one_channel_is_refused_for_images_of_three(root: Path) -> None:
-    for split in ("train", "test"):
-        file = root / "mnist" / f"{split}.parquet"
-        write_parquet(file, (28, 28, 3), {"label": list(range(10))}, {"label": numbered(10)}, "image")
+    write_splits(root / "mnist", (28, 28, 3), {"label": list(range(10))}, {"label": numbered(10)})
     with pytest.raises(SettingsError, match=r"'official' with 1 channels for 'MNIST', but these examples have 3"):
         prepare(load_experiment(f"clients: 2\ndata: {{name: mnist, root: {root}}}"))
 
 
 def test_the_shipped_mnist_runs_on_a_local_copy(root: Path) -> None:
-    for split in ("train", "test"):
-        file = root / "mnist" / f"{split}.parquet"
-        write_parquet(file, (28, 28), {"label": [i % 10 for i in range(20)]}, {"label": numbered(10)}, "image")
+    write_splits(root / "mnist", (28, 28), {"label": [i % 10 for i in range(20)]}, {"label": numbered(10)})
     run = load_experiment("fedtan/mnist", ["seed=0", f"data.root={root}"]).runs[1]
     assert prepare_run(run, "run", make_rule(run)).dataset.train.inputs.shape == (20, 1, 28, 28)
 
@@ -315,18 +276,12 @@ def test_a_folder_of_images_for_each_class_is_a_data_set(root: Path) -> None:
     np.testing.assert_array_equal(data.train.inputs[dog].numpy(), expected.transpose(2, 0, 1))
 
 
-def test_an_image_that_changed_is_read_again(root: Path) -> None:
+def test_an_image_that_changed_is_read_again_and_named_by_its_file_if_it_is_unreadable(root: Path) -> None:
     write_folder(root, "train", {"cat": [1], "dog": [3]})
     write_folder(root, "val", {"cat": [4], "dog": [5]})
     before = load(Source(name=str(root))).train.inputs.clone()
     (root / "train" / "cat" / "1.png").write_bytes(picture(77, (5, 5, 3))["bytes"])
-    after = load(Source(name=str(root))).train.inputs
-    assert not before.equal(after)
-
-
-def test_an_unreadable_image_of_a_folder_is_named_by_its_file(root: Path) -> None:
-    write_folder(root, "train", {"cat": [1], "dog": [3]})
-    write_folder(root, "test", {"cat": [4], "dog": [5]})
+    assert not before.equal(load(Source(name=str(root))).train.inputs)
     (root / "train" / "dog" / "3.png").write_bytes(b"not an image")
     with pytest.raises(DataError, match=r"the image in row 1 cannot be read \(.*3\.png\)"):
         load(Source(name=str(root)))
@@ -350,7 +305,6 @@ def test_real_domains_load(
         pytest.skip(f"no {name}/ among the data sets")
     data = load(Source(name=name, root=str(shared_data), train="test", size=size))
     assert data.train.inputs.shape == (sum(counts), 3, size, size)
-    assert data.domains is not None
     assert data.domains.names == domains
     assert torch.bincount(data.domains.train).tolist() == counts
     assert data.classes == 10
@@ -362,6 +316,5 @@ def test_official_moments_are_those_of_the_real_test_images(shared_data: Path) -
         pytest.skip("no fashion_mnist/ among the data sets")
     found = load(Source(name="fashion_mnist", root=str(shared_data), train="test")).moments
     official = CATALOGUE["fashion_mnist"].moments
-    assert official is not None
     assert found[0] == pytest.approx(official[0], abs=0.01)
     assert found[1] == pytest.approx(official[1], abs=0.01)

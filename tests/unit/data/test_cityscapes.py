@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -15,7 +14,6 @@ from PIL import Image
 
 from fedbn_flwr import cli
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
-from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
@@ -96,9 +94,7 @@ def test_images_masks_and_cities_are_those_of_the_folder(root: Path) -> None:
     assert data.dense
     assert (data.channels, data.size, data.classes) == (3, (HEIGHT, WIDTH), 19)
     assert [data.class_names[i] for i in (0, 10, 11, 13, 18)] == ["road", "sky", "person", "car", "bicycle"]
-    assert data.groups is not None
     assert [data.groups.names[i] for i in data.groups.train] == ["aachen"] * 3 + ["bochum"] * 5
-    assert data.groups.test is not None
     assert [data.groups.names[i] for i in data.groups.test] == ["frankfurt"] * 2 + ["lindau"]
     whole = list(TestBatches(data.test, ((0.0,) * 3, (1 / 255,) * 3), 2))
     assert [tuple(images.shape) for images, _ in whole] == [(3, 3, HEIGHT, WIDTH)]
@@ -117,17 +113,11 @@ def test_every_label_id_becomes_its_train_id(root: Path) -> None:
     assert found == [TRAIN_IDS.get(i, 255) for i in range(256)]
 
 
-def batches(data: DataSet, seed: int = 0, augment: tuple[str, ...] = ("flip",)) -> list[tuple[Any, Any]]:
-    rows = torch.arange(len(data.train.labels))
-    unit = (0.0,) * 3, (1 / 255,) * 3
-    client = ClientBatches(data.train, rows, unit, batch_size=3, client=0, seed=seed, augment=augment, cut=16)
-    return [batch for epoch in range(4) for batch in client.epoch(1, epoch)]
-
-
 def test_image_and_labels_are_cut_and_mirrored_together(root: Path) -> None:
-    data = load(Source(name="cityscapes", root=str(root)))
+    data, unit = load(Source(name="cityscapes", root=str(root))).train, ((0.0,) * 3, (1 / 255,) * 3)
+    client = ClientBatches(data, torch.arange(8), unit, batch_size=3, client=0, seed=0, augment=("flip",), cut=16)
     places, mirrored = set(), 0
-    for images, masks in batches(data):
+    for images, masks in (batch for epoch in range(4) for batch in client.epoch(1, epoch)):
         assert images.shape[1:] == (3, 16, 16)
         assert masks.shape[1:] == (16, 16)
         assert masks.dtype == torch.int64
@@ -149,12 +139,6 @@ def test_another_size_takes_the_nearest_label(root: Path) -> None:
     ((images, masks), *_) = TestBatches(data.test, ((0.0,) * 3, (1.0,) * 3), 3)
     assert images.shape == (3, 3, HEIGHT // 4, WIDTH // 4)
     assert masks[0].equal(expected_mask(8)[::4, ::4])
-
-
-def test_the_folder_is_known_by_its_layout(root: Path) -> None:
-    """As on a site that has only its own cities."""
-    data = load(Source(name=str(root / "cityscapes")))
-    assert data.class_names[13] == "car"
 
 
 # --- partitions --------------------------------------------------------------
@@ -198,17 +182,20 @@ def test_fedbn_partition_counts_the_images_of_each_city(
 
 
 @pytest.mark.parametrize(
-    "kind", ["dirichlet, alpha: 1.0", "classes, classes_per_client: 2", "shards, shards_per_client: 2"]
-)
-def test_partitions_by_class_are_refused(root: Path, kind: str) -> None:
-    name = kind.split(",")[0]
-    with pytest.raises(SettingsError, match=f"kind is '{name}', which splits examples by class, but 'cityscapes'"):
-        prepare(experiment_of(root, f"partition: {{kind: {kind}}}", "model.name=resnet20"))
-
-
-@pytest.mark.parametrize(
     ("text", "words", "message"),
     [
+        *(
+            (
+                f"partition: {{kind: {kind}, {option}}}",
+                ["model.name=resnet20"],
+                f"kind is '{kind}', which splits examples by class, but 'cityscapes'",
+            )
+            for kind, option in (
+                ("dirichlet", "alpha: 1.0"),
+                ("classes", "classes_per_client: 2"),
+                ("shards", "shards_per_client: 2"),
+            )
+        ),
         (
             "",
             ["model.name=resnet20"],
@@ -257,24 +244,18 @@ def test_a_side_that_the_network_does_not_take_is_named(root: Path) -> None:
         prepare(experiment)
 
 
-def test_an_image_without_labels_is_named(root: Path) -> None:
-    (root / "cityscapes" / "gtFine" / "train" / "bochum" / "bochum_000002_000019_gtFine_labelIds.png").unlink()
-    with pytest.raises(
-        DataError, match=r"an image has no mask: bochum_000002_.*_leftImg8bit\.png; there is no gtFine/tr"
-    ):
-        load(Source(name="cityscapes", root=str(root)))
-
-
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
+        (None, r"an image has no mask: bochum_000001_.*_leftImg8bit\.png; there is no gtFine/tr"),
         (b"nothing", "the mask in row 4 cannot be read .*000001_000019_gtFine_labelIds.png"),
         (png(street(0)), r"the mask in row 4 has several values per pixel \(mode RGB\)"),
         (png(label_ids(0, 16, 64)), r"16x64|sizes"),
     ],
 )
-def test_a_bad_mask_is_named(root: Path, mask: bytes, message: str) -> None:
-    (root / "cityscapes" / "gtFine" / "train" / "bochum" / "bochum_000001_000019_gtFine_labelIds.png").write_bytes(mask)
+def test_a_missing_or_bad_mask_is_named(root: Path, mask: bytes | None, message: str) -> None:
+    file = root / "cityscapes" / "gtFine" / "train" / "bochum" / "bochum_000001_000019_gtFine_labelIds.png"
+    file.unlink() if mask is None else file.write_bytes(mask)
     with pytest.raises(DataError, match=message):
         load(Source(name="cityscapes", root=str(root)))
 
@@ -308,18 +289,19 @@ def test_a_column_of_masks_is_segmentation_data(root: Path) -> None:
     assert (images[:, 0].round()[counts] == 100 * masks[counts]).all()
 
 
-def test_how_many_classes_pixels_have_must_be_said(root: Path) -> None:
-    write_masks(root / "mine")
-    with pytest.raises(DataError, match=r"is a segmentation data set; give its number of classes with data\.classes"):
-        load(Source(name=str(root / "mine"), label="annotation"))
-
-
-def test_a_value_that_is_no_class_is_named(root: Path) -> None:
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        (None, r"is a segmentation data set; give its number of classes with data\.classes"),
+        (3, r"the mask in row 5 has other values than 0 to 2, and 255 .*data\.classes is 3\): 7"),
+    ],
+)
+def test_how_many_classes_pixels_have_must_be_said_and_other_values_are_named(
+    classes: int | None, message: str, root: Path
+) -> None:
     write_masks(root / "mine", highest=7)
-    with pytest.raises(
-        DataError, match=r"the mask in row 5 has other values than 0 to 2, and 255 .*data\.classes is 3\): 7"
-    ):
-        load(Source(name=str(root / "mine"), label="annotation", classes=3))
+    with pytest.raises(DataError, match=message):
+        load(Source(name=str(root / "mine"), label="annotation", classes=classes))
 
 
 # --- two rounds from end to end ----------------------------------------------
@@ -351,7 +333,8 @@ def test_two_rounds_of_fedavg_with_deeplab(root: Path, tmp_path: Path, norm: str
     assert summary["status"] == "finished"
 
 
-def test_a_share_needs_no_folder_of_test_images(root: Path) -> None:
+def test_a_folder_is_known_by_its_layout_and_a_share_needs_no_test_images(root: Path) -> None:
+    """As on a site that has only its own cities."""
     shutil.rmtree(root / "cityscapes" / "leftImg8bit" / "val")
-    data = load(Source(name="cityscapes", root=str(root), test=0.25))
-    assert (len(data.train), len(data.test)) == (6, 2)
+    data = load(Source(name=str(root / "cityscapes"), test=0.25))
+    assert (len(data.train), len(data.test), data.class_names[13]) == (6, 2, "car")

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
@@ -20,6 +20,7 @@ from fedbn_flwr import named, seeding
 from fedbn_flwr.data import dataset
 from fedbn_flwr.data.augment import random_crop, random_flip
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
+from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import Examples, main_input
 from fedbn_flwr.data.load import load
@@ -38,6 +39,8 @@ def test_digits_are_all_there() -> None:
     assert digits.train.inputs.dtype == torch.uint8
     assert digits.train.labels.dtype == torch.int64
     assert (digits.classes, digits.channels, digits.size) == (10, 1, (8, 8))
+    entry = CATALOGUE["digits"]
+    assert (entry.classes, entry.channels, entry.size, entry.examples) == (10, 1, 8, 1438)
 
 
 def test_digits_are_those_of_the_uci_test_set() -> None:
@@ -88,126 +91,11 @@ def test_arrays_are_not_resized() -> None:
         load(Source(name="digits", size=(16, 12)))
 
 
-def test_moments_equal_those_of_torch_in_float64() -> None:
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (20, 3, 5, 7), dtype=torch.uint8, generator=generator)
-    images[:, 1] //= 4
-    part = Examples(images, torch.zeros(20, dtype=torch.int64))
-    means, deviations = DataSet("random", part, part, ("only",)).moments
-    values = images.double() / 255
-    assert means == pytest.approx(values.mean((0, 2, 3)).tolist(), rel=1e-13)
-    assert deviations == pytest.approx(values.std((0, 2, 3), correction=0).tolist(), rel=1e-13)
-
-
 def test_a_channel_without_contrast_has_a_deviation_above_zero() -> None:
     part = Examples(torch.full((2, 1, 4, 4), 7, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))
     data = DataSet("flat", part, part, ("only",))
     (inputs, _), *_ = TestBatches(part, data.moments, 2)
     assert torch.isfinite(inputs).all()
-
-
-# --- partitions --------------------------------------------------------------
-
-SORTED = torch.arange(10).repeat_interleave(40)  # 400 images of ten classes, sorted, as many data sets are
-
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "iid": ("iid", {}),
-    "dirichlet": ("dirichlet", {"alpha": 1.0}),
-    "consecutive": ("classes", {"classes_per_client": 5}),
-}
-
-
-def classes_of(part: Tensor) -> set[int]:
-    return set(SORTED[part].tolist())
-
-
-@pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=12)
-@given(clients=st.integers(2, 12), seed=st.integers(0, 2**31 - 1))
-def test_partition_loses_nothing_and_gives_nothing_twice(name: str, clients: int, seed: int) -> None:
-    kind, options = KINDS[name]
-    parts = partition(SORTED, 10, clients, seed, kind, **options)
-    assert len(parts) == clients
-    assert all(len(part) for part in parts)
-    assert torch.cat(parts).sort().values.tolist() == list(range(400))
-    for part in parts:
-        assert part.tolist() == sorted(part.tolist())
-        if kind == "classes":
-            assert len(classes_of(part)) == 5
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_partition_is_a_function_of_the_seed(name: str) -> None:
-    kind, options = KINDS[name]
-
-    def split(seed: int) -> list[list[int]]:
-        return [part.tolist() for part in partition(SORTED, 10, 16, seed, kind, **options)]
-
-    assert split(3) == split(3)
-    assert split(3) != split(5)
-
-
-def test_iid_parts_are_of_equal_size_and_hold_all_classes() -> None:
-    parts = partition(SORTED, 10, 5, 0, "iid")
-    assert [len(part) for part in parts] == [80] * 5
-    assert all(len(classes_of(part)) == 10 for part in parts)
-
-
-def test_consecutive_classes_for_five_clients_are_pairs() -> None:
-    parts = partition(SORTED, 10, 5, 0, "classes", classes_per_client=2)
-    assert [classes_of(part) for part in parts] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}]
-
-
-def test_consecutive_classes_wrap_around_and_are_shared_equally() -> None:
-    parts = partition(SORTED, 10, 5, 0, "classes", classes_per_client=4)
-    assert classes_of(parts[4]) == {8, 9, 0, 1}
-    held = torch.bincount(SORTED[parts[4]], minlength=10)
-    assert held[[8, 9, 0, 1]].tolist() == [20, 20, 20, 20]
-
-
-def test_more_clients_than_classes_share_them() -> None:
-    parts = partition(SORTED, 10, 20, 0, "classes", classes_per_client=1)
-    assert [classes_of(part) for part in parts] == [{i // 2} for i in range(20)]
-
-
-def test_small_alpha_gives_a_skewer_split_than_a_large_one() -> None:
-    def skew(alpha: float) -> float:
-        parts = partition(SORTED, 10, 4, 0, "dirichlet", alpha=alpha)
-        counts = torch.stack([torch.bincount(SORTED[part], minlength=10) for part in parts]).double()
-        return float((counts / counts.sum(0)).std(0).mean())
-
-    assert skew(0.1) > 2 * skew(100.0)
-
-
-def test_dirichlet_gives_every_client_its_least() -> None:
-    parts = partition(SORTED, 10, 4, 0, "dirichlet", alpha=0.5, min_size=50)
-    assert min(len(part) for part in parts) >= 50
-
-
-def test_dirichlet_that_cannot_reach_the_least_says_what_to_change() -> None:
-    with pytest.raises(DataError, match=r"min_size=399 examples; use a larger alpha"):
-        partition(SORTED, 10, 4, 0, "dirichlet", alpha=0.1, min_size=399)
-
-
-def test_more_clients_than_images_is_an_error() -> None:
-    with pytest.raises(DataError, match="clients is 401, but the data has 400 training examples"):
-        partition(SORTED, 10, 401, 0, "iid")
-
-
-def test_a_client_without_images_is_an_error_that_names_it() -> None:
-    labels = torch.tensor([0, 0, 0, 0, 1])  # client 2 of 4 holds half of class 1, of which there is one image
-    with pytest.raises(DataError, match=r"leaves 1 of 4 clients without examples \(clients 3\)"):
-        partition(labels, 2, 4, 0, "classes", classes_per_client=1)
-
-
-def test_too_many_classes_per_client_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"classes_per_client=11, but the data has 10 classes"):
-        partition(SORTED, 10, 5, 0, "classes", classes_per_client=11)
-
-
-def test_classes_that_no_client_holds_are_named() -> None:
-    with pytest.raises(DataError, match=r"160 of 400 examples to no client \(classes \[2, 5, 8, 9\]\)"):
-        partition(SORTED, 10, 3, 0, "classes", classes_per_client=2)
 
 
 # --- batches -----------------------------------------------------------------
@@ -257,35 +145,14 @@ def test_order_depends_on_seed_round_client_and_epoch_only() -> None:
     assert len({tuple(order) for order in [first, *others]}) == 5
 
 
-def test_a_last_batch_of_one_image_is_left_out() -> None:
-    batches = client_batches(list(range(9)))
-    assert [len(labels) for _, labels in batches.epoch(1, 0)] == [4, 4]
-
-
-def test_an_only_batch_of_one_image_is_kept() -> None:
-    batches = client_batches([5])
-    assert [labels.tolist() for _, labels in batches.epoch(1, 0)] == [[5]]
-
-
-def test_batches_of_one_image_are_all_kept() -> None:
+@pytest.mark.parametrize(("count", "batch_size", "sizes"), [(9, 4, [4, 4]), (1, 4, [1]), (6, 1, [1] * 6)])
+def test_a_batch_of_one_image_is_left_out_if_it_is_the_last_of_larger_ones(
+    count: int, batch_size: int, sizes: list[int]
+) -> None:
     """With batch_size 1 a client trains on all its images, not only on the first."""
-    assert sorted(order_of(client_batches(list(range(6)), batch_size=1))) == list(range(6))
-
-
-def test_augmented_batches_are_a_function_of_their_place() -> None:
-    data = load(Source(name="digits"))
-
-    def first(seed: int = 0, **options: Any) -> Tensor:
-        batches = ClientBatches(
-            data.train, torch.arange(32), data.moments, batch_size=32, client=0, seed=seed, **options
-        )
-        images, _ = next(batches.epoch(1, 0))
-        return images
-
-    augment = ("flip", "crop")
-    assert first(augment=augment).equal(first(augment=augment))
-    assert not first(augment=augment).equal(first())
-    assert first().shape == first(augment=augment).shape
+    batches = [labels.tolist() for _, labels in client_batches(list(range(count)), batch_size).epoch(1, 0)]
+    assert list(map(len, batches)) == sizes
+    assert len({label for batch in batches for label in batch}) == sum(sizes)
 
 
 def test_test_batches_are_all_images_in_order_normalised() -> None:
@@ -340,14 +207,12 @@ def test_draws_are_a_function_of_their_arguments() -> None:
 
 
 def test_draws_differ_by_seed_purpose_and_place() -> None:
-    places = [
+    """A place of zero is not no place."""
+    places: list[tuple[Any, ...]] = [
         (seed, name, i, j) for seed in range(3) for name in ("a", "b", "order") for i in range(4) for j in range(4)
     ]
+    places += [(0, "a"), (0, "a", 0)]
     assert len({seeding.seed_for(*place) for place in places}) == len(places)
-
-
-def test_a_place_of_zero_is_not_no_place() -> None:
-    assert len({seeding.seed_for(0, "x"), seeding.seed_for(0, "x", 0), seeding.seed_for(0, "x", 0, 0)}) == 3
 
 
 @given(seed=st.integers(0, 2**63), where=st.lists(st.integers(0, 2**32), max_size=4))
@@ -528,32 +393,42 @@ def test_resizing_equals_that_of_pil(folder: Path) -> None:
     np.testing.assert_array_equal(found.numpy(), np.asarray(expected).transpose(2, 0, 1))
 
 
-def test_train_and_test_of_different_sizes_are_an_error(folder: Path) -> None:
-    write_split(folder, "train", [png(image) for image in pixels(2, (4, 4))], [0, 1])
-    write_split(folder, "test", [png(image) for image in pixels(2, (6, 6))], [0, 1])
-    with pytest.raises(DataError, match=r"\(1, 4, 4\), test examples \(1, 6, 6\)"):
+@pytest.mark.parametrize(
+    ("train", "test", "message"),
+    [
+        ((4, 4), (6, 6), r"training examples have the shape \(1, 4, 4\), test examples \(1, 6, 6\)"),
+        ((6, 6), (6, 6, 3), r"training examples have the shape \(1, 6, 6\), test examples \(3, 6, 6\)"),
+    ],
+)
+def test_train_and_test_of_different_shapes_are_an_error(
+    train: tuple[int, ...], test: tuple[int, ...], message: str, folder: Path
+) -> None:
+    write_split(folder, "train", [png(image) for image in pixels(2, train)], [0, 1])
+    write_split(folder, "test", [png(image) for image in pixels(2, test)], [0, 1])
+    with pytest.raises(DataError, match=message):
         load(Source(name=str(folder)))
 
 
-def test_an_unreadable_image_is_named_by_its_row(folder: Path) -> None:
-    write_split(folder, "train", [png(pixels(1, (4, 4))[0]), b"not an image"], [0, 1])
-    write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
-    with pytest.raises(DataError, match="the image in row 1 cannot be read"):
-        load(Source(name=str(folder)))
+WHOLE = png(pixels(1, (32, 32))[0])
 
 
-def test_a_cut_off_image_is_named_by_its_row(folder: Path) -> None:
-    whole = png(pixels(1, (32, 32))[0])
-    write_split(folder, "train", [whole, whole, whole[: len(whole) // 2]], [0, 1, 2])
-    write_split(folder, "test", [whole], [0])
-    with pytest.raises(DataError, match="the image in row 2 cannot be read"):
-        load(Source(name=str(folder)))
-
-
-def test_a_missing_image_is_named_by_its_row(folder: Path) -> None:
-    write_split(folder, "train", [png(pixels(1, (4, 4))[0]), None], [0, 1])
-    write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [0])
-    with pytest.raises(DataError, match="the image in row 1 cannot be read"):
+@pytest.mark.parametrize(
+    ("count", "bad", "image"),
+    [
+        (2, 1, b"not an image"),
+        (3, 2, WHOLE[: len(WHOLE) // 2]),
+        (2, 1, None),
+        *((40, bad, b"not an image") for bad in (0, 13, 39)),
+    ],
+    ids=["no image", "cut off", "missing", "first of 40", "14th of 40", "last of 40"],
+)
+def test_an_image_that_cannot_be_read_is_named_by_its_row(
+    count: int, bad: int, image: bytes | None, folder: Path
+) -> None:
+    images = [image if row == bad else WHOLE for row in range(count)]
+    write_split(folder, "train", images, [row % 3 for row in range(count)])
+    write_split(folder, "test", [WHOLE], [0])
+    with pytest.raises(DataError, match=f"the image in row {bad} cannot be read"):
         load(Source(name=str(folder)))
 
 
@@ -666,14 +541,17 @@ def test_splits_with_different_classes_are_an_error(folder: Path) -> None:
         load(Source(name=str(folder)))
 
 
-def test_a_hub_name_without_a_network_is_an_error_that_names_it() -> None:
-    with pytest.raises(DataError, match=r"'no-user/no-set' with data\.train='train' cannot be loaded"):
-        load(Source(name="no-user/no-set"))
-
-
-def test_an_unknown_name_without_an_owner_is_refused_without_asking_the_hub() -> None:
-    with pytest.raises(DataError, match=r"'cifar11': there is no such data set; .*OWNER/NAME.*did you mean 'cifar10'"):
-        load(Source(name="cifar11"))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no-user/no-set", r"'no-user/no-set' with data\.train='train' cannot be loaded"),
+        ("cifar11", r"'cifar11': there is no such data set; .*OWNER/NAME.*did you mean 'cifar10'"),
+    ],
+)
+def test_only_a_name_with_an_owner_is_asked_of_the_hub(name: str, message: str) -> None:
+    """There is no network here."""
+    with pytest.raises(DataError, match=message):
+        load(Source(name=name))
 
 
 def test_real_mnist_loads(shared_data: Path) -> None:

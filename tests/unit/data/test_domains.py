@@ -75,10 +75,8 @@ def test_own_test_images_are_those_of_the_client_s_domain(data: Path) -> None:
     (run,) = read_experiment(parse_yaml(text)).runs
     own = shares_of(run.data, 4, 0, "cpu")[1]
     dataset = load(Source(name=str(data)))
-    assert dataset.domains is not None
     assert dataset.domains.names == ("farm yard", "sea")
     assert torch.cat(own).sort().values.tolist() == list(range(8))
-    assert dataset.domains.test is not None
     assert [set(dataset.domains.test[rows].tolist()) for rows in own[2:]] == [{1}, {1}]
     assert set(dataset.domains.test[torch.cat(own[:2])].tolist()) == {0}
 

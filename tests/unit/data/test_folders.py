@@ -49,7 +49,6 @@ def test_domainnet_s_own_lists_make_its_splits(root: Path) -> None:
     data = load(Source(name="domainnet10", root=str(root), size=4))
     assert data.class_names == KEPT
     assert (len(data.train.labels), len(data.test.labels)) == (6 * 10 * 2, 6 * 10)
-    assert data.domains is not None
     assert data.domains.names == DOMAINS
     assert torch.bincount(data.domains.train).tolist() == [20] * 6
     values = data.train.inputs[:, 0, 0, 0].tolist()
@@ -60,7 +59,6 @@ def test_domainnet_s_own_lists_make_its_splits(root: Path) -> None:
 def test_a_copy_may_have_some_domains_only(root: Path) -> None:
     write_domainnet(root, ("real", "clipart"))
     data = load(Source(name="domainnet10", root=str(root), size=4))
-    assert data.domains is not None
     assert data.domains.names == ("clipart", "real")
     assert set(rows_by_domain(data)) == {"clipart", "real"}
 
@@ -74,24 +72,17 @@ def test_a_folder_of_any_name_with_such_lists_has_all_its_classes(root: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("file", "line", "message"),
     [
-        ("real/bird/none.jpg 1", r"the image in row 20 cannot be read \(.*real/bird/none\.jpg\)"),
-        ("real/bird", r"real_train\.txt'.*line 25, 'real/bird', is not of the form DOMAIN/CLASS/FILE NUMBER"),
+        ("train", "real/bird/none.jpg 1", r"the image in row 20 cannot be read \(.*real/bird/none\.jpg\)"),
+        ("train", "real/bird", r"real_train\.txt'.*line 25, 'real/bird', is not of the form DOMAIN/CLASS/FILE NUMBER"),
+        ("test", None, r"cannot read .*real_test\.txt.*No such file"),
     ],
 )
-def test_a_bad_line_of_a_list_is_named(root: Path, line: str, message: str) -> None:
-    folder = write_domainnet(root, ("real",))
-    with (folder / "real_train.txt").open("a") as file:
-        file.write(line + "\n")
+def test_a_missing_list_or_a_bad_line_of_one_is_named(root: Path, file: str, line: str | None, message: str) -> None:
+    path = write_domainnet(root, ("real",)) / f"real_{file}.txt"
+    path.write_text(f"{path.read_text()}{line}\n") if line else path.unlink()
     with pytest.raises(DataError, match=message):
-        load(Source(name="domainnet10", root=str(root)))
-
-
-def test_half_of_a_pair_of_lists_is_an_error(root: Path) -> None:
-    folder = write_domainnet(root, ("real",))
-    (folder / "real_test.txt").unlink()
-    with pytest.raises(DataError, match=r"cannot read .*real_test\.txt.*No such file"):
         load(Source(name="domainnet10", root=str(root)))
 
 
@@ -104,26 +95,19 @@ def write_office(root: Path) -> dict[str, int]:
     return counts
 
 
-def test_office_caltech_without_lists_tests_on_every_fifth_image(root: Path) -> None:
-    counts = write_office(root)
-    (run,) = read_experiment(parse_yaml(f"{{clients: 4, data: {{name: office_caltech10, root: {root}}}}}")).runs
-    assert run.data.augment == ("flip", "rotate")
-    data = load(Source(name="office_caltech10", root=str(root), size=4))
-    assert data.domains is not None
-    assert data.domains.test is not None
-    assert data.domains.names == tuple(counts)
-    assert torch.bincount(data.domains.test).tolist() == [10 * (count // 5) for count in counts.values()]
-    assert torch.bincount(data.domains.train).tolist() == [10 * (count - count // 5) for count in counts.values()]
-    first = data.test.inputs[:, 0, 0, 0][:4].tolist()
-    assert first == [4, 9, 24, 29], "of class 0 of amazon the fifth and tenth, then those of class 1"
-
-
-def test_each_domain_is_a_client(root: Path) -> None:
+def test_office_caltech_without_lists_tests_on_every_fifth_image_and_each_domain_is_a_client(root: Path) -> None:
     counts = write_office(root)
     text = f"{{clients: 4, data: {{name: office_caltech10, root: {root}, size: 4, partition: {{kind: domain}}}}}}"
-    run = read_experiment(parse_yaml(text)).runs[0]
-    parts = shares_of(run.data, 4, 0, "cpu")[0]
-    assert [len(part) for part in parts] == [10 * (count - count // 5) for count in counts.values()]
+    (run,) = read_experiment(parse_yaml(text)).runs
+    assert run.data.augment == ("flip", "rotate")
+    data = load(Source(name="office_caltech10", root=str(root), size=4))
+    assert data.domains.names == tuple(counts)
+    assert torch.bincount(data.domains.test).tolist() == [10 * (count // 5) for count in counts.values()]
+    trained = [10 * (count - count // 5) for count in counts.values()]
+    assert torch.bincount(data.domains.train).tolist() == trained
+    assert [len(part) for part in shares_of(run.data, 4, 0, "cpu")[0]] == trained, "each domain is a client"
+    first = data.test.inputs[:, 0, 0, 0][:4].tolist()
+    assert first == [4, 9, 24, 29], "of class 0 of amazon the fifth and tenth, then those of class 1"
 
 
 def test_without_a_copy_the_layouts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

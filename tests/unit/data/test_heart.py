@@ -30,9 +30,6 @@ def test_the_hospitals_have_the_rows_of_flamby() -> None:
     """Ogier du Terrail et al. 2022, table of Fed-Heart-Disease; one row of all, by the source's file."""
     heart, entry = load(Source(name="heart")), CATALOGUE["heart"]
     assert (heart.classes, heart.shape, len(heart.train)) == (entry.classes, (entry.channels,), entry.examples)
-    assert heart.groups is not None
-    assert heart.domains is not None
-    assert heart.groups.test is not None
     assert heart.groups.names == heart.domains.names == entry.domains == HOSPITALS
     assert torch.bincount(heart.groups.train).tolist() == [199, 172, 30, 85]
     assert torch.bincount(heart.groups.test).tolist() == [104, 89, 16, 45]
@@ -47,8 +44,6 @@ def test_its_rows_are_those_of_the_source_split_as_by_flamby(shared_data: Path) 
     if not (folder := shared_data / "heart_disease").is_dir():
         pytest.skip("no heart_disease/ in the folder of real data sets")
     heart = load(Source(name="heart"))
-    assert heart.groups is not None
-    assert heart.groups.test is not None
     for number, hospital in enumerate(HOSPITALS):
         with (folder / f"processed.{hospital}.data").open() as file:
             every = [row[:10] + row[13:] for row in csv.reader(file) if row]
@@ -92,7 +87,6 @@ def test_channels_of_series_are_scaled_over_time() -> None:
     series = main_input(heart.train.inputs)[:, :12].reshape(-1, 3, 4)
     tests = main_input(heart.test.inputs)[:, :12].reshape(-1, 3, 4)
     own = replace(heart, train=replace(heart.train, inputs=series), test=replace(heart.test, inputs=tests))
-    assert own.groups is not None
     values = main_input(own.standardised().train.inputs)[own.groups.train == 0]
     assert values.double().mean((0, 2)).abs().max() < 1e-6
     assert values.double().std((0, 2), correction=0).numpy() == pytest.approx(np.ones(3), abs=1e-6)
@@ -123,7 +117,6 @@ def test_data_without_sites_or_numbers_are_refused(settings: dict[str, object], 
 
 def test_test_examples_of_a_site_without_training_examples_are_refused() -> None:
     heart = load(Source(name="heart"))
-    assert heart.groups is not None
     groups = Groups(heart.groups.names, heart.groups.train.clamp(max=2), heart.groups.test)
     with pytest.raises(DataError, match="test examples of groups without training examples"):
         replace(heart, groups=groups).standardised()

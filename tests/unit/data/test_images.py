@@ -1,11 +1,10 @@
-"""Image files: decoded once, of any size, cropped, and refused by their row."""
+"""Image files: decoded once, of any size, and cropped."""
 
 from __future__ import annotations
 
 import io
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -91,8 +90,8 @@ def test_moments_are_those_of_all_pixels_however_many_are_read_at_once(folder: P
     fill(folder, [(5, 5, 3)] * 1_030)
     data = load(Source(name=str(folder)))
     values = data.train.inputs.double() / 255
-    assert data.moments[0] == pytest.approx(values.mean((0, 2, 3)).tolist())
-    assert data.moments[1] == pytest.approx(values.std((0, 2, 3), correction=0).tolist())
+    assert data.moments[0] == pytest.approx(values.mean((0, 2, 3)).tolist(), rel=1e-13)
+    assert data.moments[1] == pytest.approx(values.std((0, 2, 3), correction=0).tolist(), rel=1e-13)
     np.testing.assert_array_equal(sums_of(data.train.inputs), sums_of(data.train.inputs.flip(0)))
 
 
@@ -108,23 +107,6 @@ def test_a_large_set_is_sent_to_the_device_batch_by_batch(folder: Path, fits: bo
     batches = ClientBatches(moved.train, torch.arange(8), moments, batch_size=4, client=0, seed=0, augment=("flip",))
     for some in (batches.epoch(1, 0), TestBatches(moved.test, moments, 2)):
         assert {part.device.type for batch in some for part in batch} == {"meta"}
-
-
-# --- broken images -----------------------------------------------------------
-
-
-def breaking(folder: Path, bad: int, image: bytes = b"not an image", count: int = 40) -> None:
-    images: list[Any] = [png(array) for array in pixels(count, (6, 6, 3))]
-    images[bad] = image
-    write_split(folder, "train", images, [i % 3 for i in range(count)])
-    write_split(folder, "test", images[:1], [0])
-
-
-@pytest.mark.parametrize("bad", [0, 39, 13])
-def test_an_unreadable_image_is_found_before_training(folder: Path, bad: int) -> None:
-    breaking(folder, bad)
-    with pytest.raises(DataError, match=f"the image in row {bad} cannot be read"):
-        load(Source(name=str(folder)))
 
 
 # --- ImageNet as a folder ----------------------------------------------------

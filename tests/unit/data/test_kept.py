@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from fedbn_flwr.experiment import data as module
 from fedbn_flwr.experiment.data import forget_data, load_data, shares_of
 from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.settings import Data, Settings
-from tests.support.images import numbered, write_parquet
+from tests.support.images import numbered, write_splits
 
 
 @pytest.fixture(autouse=True)
@@ -98,9 +97,7 @@ def test_two_data_sets_are_kept_however_large_they_are(loads: Counter[str]) -> N
 
 
 def test_names_of_domains_are_checked_when_data_are_loaded(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        rows: dict[str, Any] = {"label": [0, 1], "domain": ["a b", "a-b"]}
-        write_parquet(tmp_path / f"{split}.parquet", (8, 8), rows, {"label": numbered(2)}, "image")
+    write_splits(tmp_path, (8, 8), {"label": [0, 1], "domain": ["a b", "a-b"]}, {"label": numbered(2)})
     with pytest.raises(DataError, match="has the domain 'a-b', but accuracy_a_b is another metric"):
         load_data(Data(name=str(tmp_path)), "cpu")
     assert load_data(Data(name=str(tmp_path), domains=("a b",)), "cpu").domains.names == ("a b",)

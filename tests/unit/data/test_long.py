@@ -56,7 +56,6 @@ def test_rows_in_any_order_become_padded_series_with_their_mask(tmp_path: Path) 
         assert values[visit, 1, :length].equal(-1.0 * times)
         assert not values[visit, :, length:].any()
     assert data.train.labels.tolist() == [0, 1, 0, 1]
-    assert data.groups is not None
     assert [data.groups.names[group] for group in data.groups.train] == ["north", "north", "south", "south"]
     assert data.columns == {
         "visit": "data.series", "minute": "data.time", "hr": "input", "bp": "input", "ill": "data.label",

@@ -49,7 +49,8 @@ def test_moments_are_exact_and_do_not_depend_on_the_split(name: str) -> None:
 
 
 def test_a_column_of_one_value_has_the_deviation_1() -> None:
-    assert moments_from([sums_of(torch.full((5, 2), 0.1))] * 2) == ((float(np.float32(0.1)),) * 2, (1.0, 1.0))
+    inputs = torch.tensor([[0.1, row] for row in range(5)])
+    assert moments_from([sums_of(inputs)] * 2) == ((float(np.float32(0.1)), 2.0), (1.0, math.sqrt(2)))
 
 
 def test_missing_values_and_padding_do_not_count() -> None:
@@ -59,6 +60,9 @@ def test_missing_values_and_padding_do_not_count() -> None:
     gaps = sums_of(with_gaps)
     assert gaps[0].tolist() == [12, 20]
     np.testing.assert_array_equal(gaps[:, 0], sums_of(values[8:])[:, 0])
+    whole = values[:, 0].double()
+    (mean, _), (deviation, _) = moments_from([gaps, sums_of(values[:8])])
+    assert [mean, deviation] == pytest.approx([whole.mean().item(), whole.std(correction=0).item()], rel=1e-12)
     series, mask = values.reshape(4, 5, 2).movedim(2, 1), torch.arange(5) < torch.tensor([[5], [2], [4], [1]])
     np.testing.assert_array_equal(sums_of({"inputs": series, "mask": mask}), sums_of(values[mask.flatten()]))
     flat = sums_of({"inputs": series[:, 0], "mask": mask})

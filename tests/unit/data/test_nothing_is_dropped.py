@@ -45,7 +45,6 @@ def total(data: DataSet) -> int:
 def test_a_share_is_held_out_of_all_domains(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "towns", *(f"{town}/{kind}" for town in ("berlin", "koeln", "rom") for kind in "ab"))
     data = opened(folder)
-    assert data.domains is not None
     assert (total(data), data.class_names, data.domains.names) == (30, ("a", "b"), ("berlin", "koeln", "rom"))
     assert opened(folder, domains=["rom"]).domains.names == ("rom",)  # type: ignore[union-attr]
 

@@ -101,10 +101,8 @@ def test_domains_of_a_data_set_are_selected_and_ordered_as_asked(own: Own) -> No
     given = {"inputs": PIXELS, "labels": LABELS, "domains": ["sea", "sky", "land"] * 4}
     name = own(lambda: {"train": given, "test": given})
     whole = load(Source(name=name)).domains
-    assert whole is not None
     assert whole.names == ("land", "sea", "sky")
     some = load(Source(name=name, domains=["sky", "sea"]))
-    assert some.domains is not None
     assert some.domains.names == ("sky", "sea")
     assert some.domains.train.tolist() == [1, 0] * 4
     assert some.train.labels.tolist() == [0, 1] * 4

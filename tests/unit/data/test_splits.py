@@ -19,6 +19,9 @@ SORTED = torch.arange(10).repeat_interleave(40)  # 400 images of ten classes
 SITES = Groups(("attic", "barn", "cellar"), torch.arange(400) % 3, None)
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "iid": ("iid", {}),
+    "dirichlet": ("dirichlet", {"alpha": 1.0}),
+    "classes": ("classes", {"classes_per_client": 5}),
     "shards": ("shards", {"shards_per_client": 2}),
     "unbalanced_shards": ("unbalanced_shards", {"shard_size": 5, "min_shards": 1, "max_shards": 40}),
     "domain": ("domain", {"groups": SITES}),
@@ -46,6 +49,8 @@ def test_nothing_is_lost_and_nothing_given_twice(name: str, data: st.DataObject,
     assert len(parts) == clients
     assert all(len(part) for part in parts)
     assert torch.cat(parts).sort().values.tolist() == list(range(400))
+    assert all(part.equal(part.sort().values) for part in parts)
+    assert kind != "classes" or {np.count_nonzero(held(part, SORTED[order])) for part in parts} == {5}
     again = partition(SORTED[order], 10, clients, seed, kind, **options)
     assert all(one.equal(two) for one, two in zip(parts, again, strict=True))
 
@@ -80,11 +85,6 @@ def test_fedbs_gives_each_of_100_clients_two_shards_of_300() -> None:
 def test_a_remainder_makes_the_last_shard_smaller_and_is_not_lost() -> None:
     parts = partition(SORTED[:397], 10, 4, 0, "shards", shards_per_client=2)  # eight shards of 50, the last of 47
     assert sorted(len(part) for part in parts) == [97, 100, 100, 100]
-
-
-def test_shards_that_cannot_be_made_are_an_error_that_says_so() -> None:
-    with pytest.raises(DataError, match=r"11 examples cannot be cut into 8 shards \(4 clients with shards_per_client"):
-        partition(SORTED[:11], 10, 4, 0, "shards", shards_per_client=2)
 
 
 def test_fedbs_deals_1200_shards_of_50_so_that_each_client_has_1_to_30() -> None:
@@ -126,6 +126,39 @@ def test_fedtan_sweep_client_i_holds_k_classes_from_2i_on(k: int) -> None:
         assert {label for label, n in enumerate(counts) if n} == own
         assert len(part) == 120
         assert [counts[label] for label in sorted(own)] == [60 // (k // 2)] * k
+
+
+def test_more_clients_than_classes_share_them() -> None:
+    parts = partition(SORTED, 10, 20, 0, "classes", classes_per_client=1)
+    assert [{*SORTED[part].tolist()} for part in parts] == [{i // 2} for i in range(20)]
+
+
+def test_a_client_without_images_is_an_error_that_names_it() -> None:
+    labels = torch.tensor([0, 0, 0, 0, 1])  # client 2 of 4 holds half of class 1, of which there is one image
+    with pytest.raises(DataError, match=r"leaves 1 of 4 clients without examples \(clients 3\)"):
+        partition(labels, 2, 4, 0, "classes", classes_per_client=1)
+
+
+# --- all examples --------------------------------------------------------------
+
+
+def test_iid_parts_are_of_equal_size_and_hold_all_classes() -> None:
+    parts = partition(SORTED, 10, 5, 0, "iid")
+    assert [len(part) for part in parts] == [80] * 5
+    assert all(np.count_nonzero(held(part)) == 10 for part in parts)
+
+
+def test_small_alpha_gives_a_skewer_split_than_a_large_one() -> None:
+    def skew(alpha: float) -> float:
+        counts = torch.tensor([held(part) for part in partition(SORTED, 10, 4, 0, "dirichlet", alpha=alpha)]).double()
+        return float((counts / counts.sum(0)).std(0).mean())
+
+    assert skew(0.1) > 2 * skew(100.0)
+
+
+def test_dirichlet_gives_every_client_its_least() -> None:
+    parts = partition(SORTED, 10, 4, 0, "dirichlet", alpha=0.5, min_size=50)
+    assert min(len(part) for part in parts) >= 50
 
 
 # --- groups ------------------------------------------------------------------
@@ -172,9 +205,24 @@ def test_a_domain_with_only_test_images_has_no_client() -> None:
             {"groups": Groups(("a",), torch.zeros(299, dtype=torch.int64), None)},
             "299 examples for 300",
         ),
+        (401, "iid", {}, "clients is 401, but the data has 400 training examples"),
+        (4, "dirichlet", {"alpha": 0.1, "min_size": 399}, r"min_size=399 examples; use a larger alpha"),
+        (5, "classes", {"classes_per_client": 11}, r"classes_per_client=11, but the data has 10 classes"),
+        (
+            3,
+            "classes",
+            {"classes_per_client": 2},
+            r"160 of 400 examples to no client \(classes \[2, 5, 8, 9\]\)",
+        ),
+        (
+            21,
+            "shards",
+            {"shards_per_client": 20},
+            r"400 examples cannot be cut into 420 shards \(21 clients with shards_per_client",
+        ),
     ],
 )
-def test_groups_that_do_not_fit_the_clients_are_an_error(
+def test_a_split_that_does_not_fit_the_clients_is_an_error(
     clients: int, kind: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):

@@ -18,7 +18,6 @@ from fedbn_flwr.batch import first
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.dataset import DataSet, fewer, in_order
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.moments import moments_from, sums_of
 from fedbn_flwr.data.partitions import partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
@@ -119,7 +118,6 @@ def test_labels_and_groups_that_are_texts_in_one_split_are_texts_in_both(tmp_pat
     assert data.class_names == ("01", "02", "1", "2", "A")
     assert data.train.labels.tolist() == [0, 3, 4, 1, 2]
     assert data.test.labels.tolist() == [3, 0, 2, 2]
-    assert data.groups is not None
     assert data.groups.names == ("01", "1", "02", "2", "A"), "by the numbers in them"
     frame.assign(x=["1", "?", "2", "3"]).to_csv(tmp_path / "test.csv", index=False)
     with pytest.raises(DataError, match="1 of 4 values of the column 'x' are not numbers"):
@@ -178,7 +176,6 @@ def test_rows_with_missing_inputs_are_left_out_with_their_labels_and_groups(
     assert first(data.train.inputs)[:, 0].tolist() == kept
     assert first(data.test.inputs)[:, 0].tolist() == kept[:7]
     assert data.train.labels.tolist() == [row % 2 for row in kept]
-    assert data.groups is not None
     assert data.groups.train.tolist() == [row // 5 for row in kept]
     assert "data.missing: drop leaves out 3 of 20 training examples" in flower_log.text
     assert "drop leaves out 2 of 9 test examples" in flower_log.text
@@ -388,28 +385,6 @@ def test_a_site_with_test_rows_only_has_no_client(tmp_path: Path) -> None:
     own = shares_of(data, 2, 0, "cpu")[1]
     assert [{sites["test"][row] for row in rows.tolist()} for rows in own] == [{"A"}, {"B"}]
     assert len(load_data(data, "cpu").test) == 30
-
-
-# --- moments -----------------------------------------------------------------
-
-
-def test_sums_of_parts_give_the_moments_of_the_union() -> None:
-    """Large means, missing values and parts of different size, against NumPy on all rows in float64."""
-    values = torch.from_numpy(RNG.normal([1e6, -3.0, 0.0], [1.0, 1e-3, 20.0], (501, 3)).astype(np.float32))
-    values[RNG.random((501, 3)) < 0.1] = torch.nan
-    parts = [sums_of(part) for part in values.split([1, 200, 300])]
-    whole = values.double().numpy()
-    for found in (moments_from(parts), moments_from([sums_of(values)])):
-        np.testing.assert_allclose(found[0], np.nanmean(whole, 0), rtol=1e-12)
-        np.testing.assert_allclose(found[1], np.nanstd(whole, 0), rtol=1e-9)
-
-
-def test_a_constant_column_is_not_scaled() -> None:
-    values = torch.stack([torch.full((99,), 0.1), torch.arange(99.0)], 1)
-    mean, deviation = moments_from([sums_of(values)])
-    assert deviation[0] == 1
-    assert deviation[1] == pytest.approx(np.arange(99).std())
-    assert mean[0] == pytest.approx(0.1)
 
 
 # --- partitions --------------------------------------------------------------
