@@ -57,6 +57,11 @@ def write_run(
             (folder / name).write_text(json.dumps(content))
 
 
+def change_summary(run: Path, **values: Any) -> None:
+    file = run / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
 def is_finished(folder: Path) -> bool:
     summary = RunFolder(folder).summary()
     return summary is not None and summary.status == "finished"

@@ -20,7 +20,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.content import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.settings import Changes, Data, Engine, Model, Train
 from tests.support.command import ROOT, python
-from tests.support.images import write_parquet
+from tests.support.images import write_splits
 
 TINY: dict[str, Any] = {"rounds": 1, "clients": 2, "train": {"steps": 1}, "engine": {"workers": 0, "device": "cpu"}}
 
@@ -172,6 +172,15 @@ def test_a_run_of_a_class_inside_a_function_is_resumed_in_its_process_alone(tmp_
         ({"seeds": [0, 1]}, r"has 2 runs \(labels: FedAvg; seeds: 0, 1\); run_all\(\) carries out all"),
         ({"resume": True}, "to resume runs, give their folder"),
         ({"only": "FixBN"}, "only='FixBN' is not a label"),
+        ({"seed": (number for number in range(2))}, r"seed is \[0, 1\]: expected a whole number"),
+        ({"seed": {1, 2}}, r"seed is \[1, 2\]: expected a whole number"),
+        ({"strategy": lambda: None}, "'.*<lambda>@.*' returned a NoneType; expected a .*Strategy"),
+        ({"train": {"lr": float("inf")}}, "train.lr is inf; expected a finite number"),
+        ({"train": {"lr": np.float32("nan")}}, "train.lr is nan; expected a finite number"),
+        (
+            {"train": {"schedule": {"milestones": np.array([1, -np.inf])}}},
+            "train.schedule.milestones.1 is -inf; expected a finite number",
+        ),
     ],
 )
 def test_what_is_refused_before_anything_is_written(
@@ -239,9 +248,7 @@ def test_runs_are_compared_and_one_that_fails_does_not_stop_the_others(tmp_path:
 def test_a_deployment_is_rehearsed_with_the_data_of_each_site(tmp_path: Path) -> None:
     sizes = {"north": 12, "south": 6}
     for site, count in sizes.items():
-        for split in ("train", "test"):
-            labels: dict[str, list[int] | list[str]] = {"label": [0, 1, 2] * (count // 3)}
-            write_parquet(tmp_path / site / f"{split}.parquet", (8, 8), labels, {"label": ["a", "b", "c"]}, "image")
+        write_splits(tmp_path / site, (8, 8), {"label": [0, 1, 2] * (count // 3)}, {"label": ["a", "b", "c"]})
     sites: list[dict[str, str | int | float | bool]] = [{"data-path": str(tmp_path / site)} for site in sizes]
     data = {"classes": 3, "channels": 1, "size": 8, "normalise": "unit"}
     result = run(TINY, data=data, evaluate={"server": False}, node_config=sites, out=tmp_path / "out", progress=False)
@@ -258,9 +265,7 @@ def test_a_deployment_is_rehearsed_with_the_data_of_each_site(tmp_path: Path) ->
 def test_data_that_changed_between_two_runs_are_read_again(tmp_path: Path) -> None:
     images = []
     for count in (12, 6):
-        for split in ("train", "test"):
-            labels: dict[str, list[int] | list[str]] = {"label": [0, 1, 2] * (count // 3)}
-            write_parquet(tmp_path / "data" / f"{split}.parquet", (8, 8), labels, {"label": ["a", "b", "c"]}, "image")
+        write_splits(tmp_path / "data", (8, 8), {"label": [0, 1, 2] * (count // 3)}, {"label": ["a", "b", "c"]})
         result = run(TINY, data={"name": str(tmp_path / "data")}, out=tmp_path / str(count), progress=False)
         (line,) = (json.loads(line) for line in (result.folder / "clients.jsonl").read_text().splitlines())
         images.append(sum(values["examples"] for values in line["clients"].values()))

@@ -32,16 +32,47 @@ def labels(text: str, *overrides: str) -> list[str]:
 # --- sweeps -------------------------------------------------------------------
 
 
-def test_each_combination_of_values_is_a_run_whose_label_names_them() -> None:
-    assert labels(SWEPT) == [
-        "BN, alpha=0.1",
-        "BN, alpha=1.0",
-        "FixBN, alpha=0.1, lr=0.01",
-        "FixBN, alpha=0.1, lr=0.1",
-        "FixBN, alpha=1.0, lr=0.01",
-        "FixBN, alpha=1.0, lr=0.1",
-        "Centralised",
-    ]
+VALIDATED = "tune: {train.lr: [0.1]}\nruns: {A: {}, B: {evaluate: {validation: 0.2}}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        (
+            SWEPT,
+            [],
+            [
+                *("BN, alpha=0.1", "BN, alpha=1.0", "FixBN, alpha=0.1, lr=0.01", "FixBN, alpha=0.1, lr=0.1"),
+                *("FixBN, alpha=1.0, lr=0.01", "FixBN, alpha=1.0, lr=0.1", "Centralised"),
+            ],
+        ),
+        (
+            "{}",
+            ["sweep.train.lr=[0.1, 0.2]", "sweep.train.steps=[1]"],
+            ["FedAvg, lr=0.1, steps=1", "FedAvg, lr=0.2, steps=1"],
+        ),
+        (
+            "sweep: {data.partition: [{kind: iid}, {kind: classes, classes_per_client: 2}], data.name: [digits]}",
+            [],
+            ["FedAvg, partition=iid, data=digits", "FedAvg, partition=classes classes_per_client=2, data=digits"],
+        ),
+        (
+            "strategy: {name: FedAvg}\nsweep: {model.groups: [2], strategy.groups: [3]}",
+            [],
+            ["FedAvg, model.groups=2, strategy.groups=3"],
+        ),
+        (VALIDATED, [], ["A, lr=0.1", "B, lr=0.1"]),  # a share to validate by is no override
+        (VALIDATED, ["evaluate.validation=0.3", "only=A"], ["A, lr=0.1, evaluate.validation=0.3"]),
+        *(
+            ("runs: {A: {}, 'A #2': {rounds: 3}, 'yes': {rounds: 4}, '1e3': {rounds: 5}}", [f"only={label}"], [label])
+            for label in ("A", "A #2", "yes", "1e3")
+        ),
+    ],
+)
+def test_each_combination_of_values_is_a_run_whose_label_names_them(
+    text: str, overrides: list[str], expected: list[str]
+) -> None:
+    assert labels(text, *overrides) == expected
 
 
 def test_a_cell_has_its_values_and_its_place() -> None:
@@ -122,18 +153,6 @@ def test_a_changed_run_of_a_sweep_leaves_its_place() -> None:
     assert again("train.lr=0.7", "label=other").label == "other"
 
 
-def test_a_share_to_validate_by_is_no_override() -> None:
-    text = "tune: {train.lr: [0.1]}\nruns: {A: {}, B: {evaluate: {validation: 0.2}}}"
-    assert labels(text) == ["A, lr=0.1", "B, lr=0.1"]
-    assert labels(text, "evaluate.validation=0.3", "only=A") == ["A, lr=0.1, evaluate.validation=0.3"]
-
-
-def test_a_label_is_selected_as_it_is_written() -> None:
-    text = "runs: {A: {}, 'A #2': {rounds: 3}, 'yes': {rounds: 4}, '1e3': {rounds: 5}}"
-    for label in ("A", "A #2", "yes", "1e3"):
-        assert labels(text, f"only={label}") == [label]
-
-
 def test_seeds_repeat_each_cell() -> None:
     found = runs(SWEPT, "seeds=[0, 1]", "only=BN")
     assert [(run.label, run.seed) for run in found] == [
@@ -153,28 +172,8 @@ def test_an_override_of_a_listed_key_selects_cells_with_their_folders() -> None:
     assert set(some) < set(whole)
 
 
-def test_a_command_line_can_list_values() -> None:
-    assert labels("{}", "sweep.train.lr=[0.1, 0.2]", "sweep.train.steps=[1]") == [
-        "FedAvg, lr=0.1, steps=1",
-        "FedAvg, lr=0.2, steps=1",
-    ]
-
-
-def test_a_section_can_be_a_value() -> None:
-    text = "sweep: {data.partition: [{kind: iid}, {kind: classes, classes_per_client: 2}], data.name: [digits]}"
-    assert labels(text) == [
-        "FedAvg, partition=iid, data=digits",
-        "FedAvg, partition=classes classes_per_client=2, data=digits",
-    ]
-
-
-def test_keys_that_end_alike_are_named_in_full() -> None:
-    text = "strategy: {name: FedAvg}\nsweep: {model.groups: [2], strategy.groups: [3]}"
-    assert labels(text) == ["FedAvg, model.groups=2, strategy.groups=3"]
-
-
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("given", "found"),
     [
         ("sweep: [1]", "sweep is [1]; expected lists of values by key"),
         ("sweep: {train.lr: 0.1}", "sweep.train.lr is 0.1; expected a list of values"),
@@ -198,10 +197,15 @@ def test_keys_that_end_alike_are_named_in_full() -> None:
             f"sweep: {{train.lr: {[n / 100 for n in range(1, 50)]}, rounds: {list(range(1, 50))}}}",
             "more than 1,000 runs; shorten the lists",
         ),
+        ((SWEPT, "size=smal"), "no size 'smal'; did you mean 'small'"),
+        ("sizes: [small]", "sizes must map a size to changes"),
+        ("sizes: {paper: {rounds: 3}}", "sizes has paper, which is the file as written"),
+        (("sizes: {small: {runs: {}}}", "size=small"), "sizes.small has runs, which a size cannot change"),
+        (("{}", "sizes.small.rounds=3"), "an override cannot change sizes"),
     ],
 )
-def test_faulty_lists_are_refused_by_their_key(text: str, found: str) -> None:
-    assert found in fault(text)
+def test_faulty_lists_and_sizes_are_refused_by_their_key(given: str | tuple[str, str], found: str) -> None:
+    assert found in fault(*([given] if isinstance(given, str) else given))
 
 
 # --- sizes --------------------------------------------------------------------
@@ -223,20 +227,6 @@ def test_a_run_can_have_changes_of_its_own() -> None:
     sizes: {small: {rounds: 3, sweep: {train.lr: [0.5]}}}
     """
     assert [(run.label, run.rounds) for run in runs(text, "size=small")] == [("A, lr=0.5", 2), ("B, lr=0.5", 3)]
-
-
-@pytest.mark.parametrize(
-    ("text", "overrides", "found"),
-    [
-        (SWEPT, ["size=smal"], "no size 'smal'; did you mean 'small'"),
-        ("sizes: [small]", [], "sizes must map a size to changes"),
-        ("sizes: {paper: {rounds: 3}}", [], "sizes has paper, which is the file as written"),
-        ("sizes: {small: {runs: {}}}", ["size=small"], "sizes.small has runs, which a size cannot change"),
-        ("{}", ["sizes.small.rounds=3"], "an override cannot change sizes"),
-    ],
-)
-def test_faulty_sizes_are_refused(text: str, overrides: list[str], found: str) -> None:
-    assert found in fault(text, *overrides)
 
 
 def test_settings_of_a_run_are_an_experiment() -> None:

@@ -32,24 +32,6 @@ from tests.support.experiments import fault, read
 # --- finding ---
 
 
-def test_a_shipped_experiment_is_found_by_name() -> None:
-    assert load_experiment("demo").name == "demo"
-
-
-def test_an_unknown_experiment_is_answered_with_the_nearest() -> None:
-    with pytest.raises(SettingsError, match=r"no experiment 'dmo'.*did you mean 'demo'"):
-        load_experiment("dmo")
-
-
-def test_a_file_that_is_not_a_mapping_is_refused() -> None:
-    assert "expected a mapping of keys, found list" in fault("[1, 2]")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"cannot read the experiment .*absent\.yaml.*No such file"):
-        load_experiment(str(tmp_path / "absent.yaml"))
-
-
 def test_a_relative_file_begins_where_the_command_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.yaml").write_text("rounds: 7\n")
     (tmp_path / "elsewhere").mkdir()
@@ -121,6 +103,8 @@ def test_a_mistyped_file_is_answered_by_the_ones_that_are_there(
         ("mien.yaml", r"cannot read the experiment 'mien.yaml': No such file or directory; did you mean 'mine.yaml'\?"),
         ("mine", r"did you mean 'mine.yaml'\?"),
         ("Demo", r"did you mean 'demo'\? `fedbn list experiments` shows"),
+        ("dmo", r"no experiment 'dmo'.*did you mean 'demo'"),
+        (str(tmp_path / "absent.yaml"), r"cannot read the experiment .*absent\.yaml.*No such file"),
     ):
         with pytest.raises(SettingsError, match=message):
             load_experiment(source)
@@ -199,44 +183,22 @@ def test_a_word_is_text_in_files_on_the_command_line_and_in_categories() -> None
     assert [*parse_yaml("{on: 1, 012: 2, true: 3, 1.50: 4}")] == ["on", "012", "true", "1.50"], "keys, as written"
 
 
-def test_learning_rate_in_exponent_form_is_accepted() -> None:
-    assert read("train: {lr: 1e-4}").train.lr == 1e-4
-
-
-def test_a_key_given_twice_is_an_error_with_its_line() -> None:
-    with pytest.raises(SettingsError, match="'rounds' is given twice in line 3"):
-        parse_yaml("rounds: 1\nclients: 2\nrounds: 3\n")
-    with pytest.raises(SettingsError, match="'lr' is given twice"):
-        parse_yaml("train: {lr: 1, momentum: 0, lr: 2}")
-
-
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
-        ("model: {name: mlp\ntrain: {lr: 1}", "expected ',' or '}', but got ':' in line 2, column 6"),
-        ("a:\n\tb: 1", "a tab instead of spaces in line 2, column 1"),
+        ("model: {name: mlp\ntrain: {lr: 1}", "expected ',' or '}', but got ':' in line 2, column 6$"),
+        ("a:\n\tb: 1", "a tab instead of spaces in line 2, column 1$"),
+        ("train: {lr: 1", "not readable as YAML"),
+        ("? [1]\n: 2", "not readable as YAML"),
+        ("rounds: 1\nclients: 2\nrounds: 3\n", "'rounds' is given twice in line 3"),
+        ("train: {lr: 1, momentum: 0, lr: 2}", "'lr' is given twice"),
+        ("a: &a {x: 1}\nb: [*a]", "found an alias; expected the value itself in line 2"),
     ],
 )
-def test_errors_of_yaml_have_line_and_column_without_an_excerpt(text: str, words: str) -> None:
-    with pytest.raises(SettingsError) as caught:
+def test_errors_of_yaml_are_one_line_with_the_place_and_without_an_excerpt(text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message) as caught:
         parse_yaml(text)
-    assert str(caught.value).endswith(words)
-
-
-def test_text_that_is_no_yaml_is_refused_on_one_line() -> None:
-    with pytest.raises(SettingsError, match="not readable as YAML") as caught:
-        parse_yaml("train: {lr: 1")
     assert "\n" not in str(caught.value)
-
-
-def test_a_mapping_as_a_key_is_refused() -> None:
-    with pytest.raises(SettingsError):
-        parse_yaml("? [1]\n: 2")
-
-
-def test_an_alias_is_refused_with_its_line() -> None:
-    with pytest.raises(SettingsError, match="found an alias; expected the value itself in line 2"):
-        parse_yaml("a: &a {x: 1}\nb: [*a]")
 
 
 # --- overrides and merging ---------------------------------------------------
@@ -251,15 +213,16 @@ def test_overrides_are_yaml_values_at_a_path() -> None:
     }
 
 
-@pytest.mark.parametrize("word", ["rounds", "=3", ""])
-def test_an_override_without_key_or_value_is_refused(word: str) -> None:
-    with pytest.raises(SettingsError, match="is not of the form key=value"):
-        parse_overrides([word])
-
-
-def test_an_override_below_a_value_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"train is 3; expected a mapping, since train.lr has a value"):
-        parse_overrides(["train=3", "train.lr=1"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *(([word], "is not of the form key=value") for word in ("rounds", "=3", "")),
+        (["train=3", "train.lr=1"], "train is 3; expected a mapping, since train.lr has a value"),
+    ],
+)
+def test_an_override_without_key_or_value_or_below_a_value_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        parse_overrides(words)
 
 
 def test_overrides_reach_every_run() -> None:
@@ -337,20 +300,12 @@ def test_steps_count_instead_of_the_epochs_of_an_earlier_place_and_epochs_instea
 # --- runs and seeds ----------------------------------------------------------
 
 
-def test_seeds_expand_each_run() -> None:
-    runs = read_experiment(parse_yaml("seeds: [0, 1, 2]\nruns: {a: {}, b: {rounds: 2}}")).runs
-    assert [(run.label, run.seed) for run in runs] == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]
-
-
-def test_a_seed_on_the_command_line_asks_for_that_one() -> None:
-    content = parse_yaml("seeds: [0, 1, 2]")
-    assert [run.seed for run in read_experiment(content, parse_overrides(["seed=7"])).runs] == [7]
-    assert [run.seed for run in read_experiment(content, parse_overrides(["seeds=[4, 5]"])).runs] == [4, 5]
-
-
 @pytest.mark.parametrize(
     ("content", "overrides", "names"),
     [
+        ("{seeds: [0, 1], runs: {a: {}, b: {rounds: 2}}}", [], ["a-seed0", "a-seed1", "b-seed0", "b-seed1"]),
+        ("seeds: [0, 1, 2]", ["seed=7"], ["FedAvg-seed7"]),
+        ("seeds: [0, 1, 2]", ["seeds=[4, 5]"], ["FedAvg-seed4", "FedAvg-seed5"]),
         ("{seeds: [0, 1], runs: {A: {}, B: {seed: 7}}}", [], ["A-seed0", "A-seed1", "B-seed7"]),
         ("{seeds: [0, 1], sizes: {small: {seed: 5}}}", ["size=small"], ["FedAvg-seed5"]),
         ("{runs: {A: {}, B: {seeds: [3, 4]}}}", [], ["A-seed0", "B-seed3", "B-seed4"]),
@@ -358,8 +313,11 @@ def test_a_seed_on_the_command_line_asks_for_that_one() -> None:
         ("{runs: {A: {}, B: {rounds: 2, seeds: [3, 4]}}}", ["seeds=[3]"], ["A-seed3", "B-seed3"]),
     ],
 )
-def test_the_seeds_of_a_nearer_place_count_and_names_stay(content: str, overrides: list[str], names: list[str]) -> None:
-    assert [*read_experiment(parse_yaml(content), parse_overrides(overrides)).by_folder] == names
+def test_the_seeds_of_the_nearest_place_expand_each_run_and_names_have_them(
+    content: str, overrides: list[str], names: list[str]
+) -> None:
+    found = read_experiment(parse_yaml(content), parse_overrides(overrides)).by_folder
+    assert [*found] == [f"{run.label}-seed{run.seed}" for run in found.values()] == names
 
 
 def test_a_file_s_seed_counts_and_not_the_seeds_of_the_file_that_it_extends(tmp_path: Path) -> None:
@@ -368,18 +326,9 @@ def test_a_file_s_seed_counts_and_not_the_seeds_of_the_file_that_it_extends(tmp_
     assert [run.seed for run in load_experiment(str(tmp_path / "child.yaml")).runs] == [5]
 
 
-@pytest.mark.parametrize("seeds", ["3", "[]", "[a]", "[true]", "[1.5]"])
-def test_seeds_must_be_a_list_of_numbers(seeds: str) -> None:
-    assert "expected a list of numbers" in fault(f"seeds: {seeds}")
-
-
 def test_the_label_of_a_wrapper_names_its_base() -> None:
     labels = [read_experiment({"strategy": {"name": "FixBN", "base": base}}).runs[0].label for base in ("a:A", "b:B")]
     assert labels == ["FixBN(a:A)", "FixBN(b:B)"]
-
-
-def test_runs_must_map_labels_to_changes() -> None:
-    assert "runs must map a label to changes" in fault("runs: [a, b]")
 
 
 def test_a_run_without_a_label_has_the_name_of_its_strategy() -> None:
@@ -408,44 +357,42 @@ runs:
 """
 
 
-def labels(*overrides: str) -> list[str]:
-    return [run.label for run in read_experiment(parse_yaml(COMPARISON), parse_overrides(overrides)).runs]
+@pytest.mark.parametrize(
+    ("overrides", "labels"),
+    [
+        (["train.lr=0.2", "rounds=3"], ["BN", "GN", "FixBN"]),  # no run sets these keys
+        (["only=GN"], ["GN"]),
+        (["strategy.freeze_round=3", "only=FixBN"], ["FixBN, strategy.freeze_round=3"]),
+        (["model.norm=ln", "only=[BN, FixBN]"], ["BN, model.norm=ln", "FixBN, model.norm=ln"]),
+        (["strategy.name=FedTAN", "only=BN"], ["BN, strategy.name=FedTAN"]),
+        (["strategy.name=FedTAN", "only=FixBN"], ["FixBN, strategy.name=FedTAN"]),
+    ],
+)
+def test_a_label_names_an_override_of_a_compared_key(overrides: list[str], labels: list[str]) -> None:
+    assert [run.label for run in read_experiment(parse_yaml(COMPARISON), parse_overrides(overrides)).runs] == labels
 
 
-def test_an_override_of_a_key_that_no_run_sets_leaves_the_labels() -> None:
-    assert labels("train.lr=0.2", "rounds=3") == ["BN", "GN", "FixBN"]
+FIGURES = "\npublished: {BN: {accuracy: 0.5, source: a}, GN: {accuracy: 0.6, source: a}}"
+EQUAL = "the runs 'BN, model.norm=ln' and 'GN, model.norm=ln' equal"
 
 
-def test_a_label_names_an_override_of_a_compared_key() -> None:
-    assert labels("strategy.freeze_round=3", "only=FixBN") == ["FixBN, strategy.freeze_round=3"]
-    assert labels("model.norm=ln", "only=[BN, FixBN]") == ["BN, model.norm=ln", "FixBN, model.norm=ln"]
-
-
-def test_an_override_cannot_replace_the_runs() -> None:
-    assert "an override cannot change runs (= 'x'); only=LABEL" in fault(COMPARISON, "runs=x")
-    assert "an override cannot change runs" in fault("rounds: 1", "runs={a: {}}")
-
-
-def test_only_needs_runs_to_select_from() -> None:
-    text = fault("rounds: 1", "only=FixBN")
-    assert "is not a label of experiment; it has no runs to select from" in text
-
-
-def test_a_label_names_another_strategy_than_that_of_the_run() -> None:
-    for row in ("BN", "FixBN"):
-        assert labels("strategy.name=FedTAN", f"only={row}") == [f"{row}, strategy.name=FedTAN"]
-
-
-def test_overrides_that_make_two_runs_equal_are_refused() -> None:
-    figures = "\npublished: {BN: {accuracy: 0.5, source: a}, GN: {accuracy: 0.6, source: a}}"
-    for text in (COMPARISON, COMPARISON + figures):
-        assert "the runs 'BN, model.norm=ln' and 'GN, model.norm=ln' equal" in fault(text, "model.norm=ln")
-
-
-def test_only_takes_a_label() -> None:
-    assert labels("only=GN") == ["GN"]
-    assert "only='GNN' is not a label of experiment; did you mean 'GN'" in fault(COMPARISON, "only=GNN")
-    assert "only='' is not a label of experiment; known: BN, FixBN, GN" in fault(COMPARISON, "only=[]")
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("[1, 2]", [], "expected a mapping of keys, found list"),
+        ("runs: [a, b]", [], "runs must map a label to changes"),
+        *((f"seeds: {seeds}", [], "expected a list of numbers") for seeds in ("3", "[]", "[a]", "[true]", "[1.5]")),
+        (COMPARISON, ["runs=x"], "an override cannot change runs (= 'x'); only=LABEL"),
+        ("rounds: 1", ["runs={a: {}}"], "an override cannot change runs"),
+        ("rounds: 1", ["only=FixBN"], "is not a label of experiment; it has no runs to select from"),
+        (COMPARISON, ["only=GNN"], "only='GNN' is not a label of experiment; did you mean 'GN'"),
+        (COMPARISON, ["only=[]"], "only='' is not a label of experiment; known: BN, FixBN, GN"),
+        (COMPARISON, ["model.norm=ln"], EQUAL),
+        (COMPARISON + FIGURES, ["model.norm=ln"], EQUAL),
+    ],
+)
+def test_runs_that_cannot_be_told_apart_or_selected_are_refused(text: str, overrides: list[str], message: str) -> None:
+    assert message in fault(text, *overrides)
 
 
 # --- `set` of a Flower run ---------------------------------------------------
@@ -470,11 +417,6 @@ def test_changes_are_separated_by_blanks_outside_quotes(text: str, words: list[s
 @given(st.lists(st.text(st.characters(codec="utf-8"))))
 def test_changes_that_a_shell_would_quote_are_split_again(words: list[str]) -> None:
     assert split_changes(shlex.join(words)) == words
-
-
-def test_an_unclosed_quote_is_refused() -> None:
-    with pytest.raises(SettingsError, match="has a quote without its closing counterpart"):
-        split_changes("a='b c")
 
 
 def test_a_strategy_with_blanks_reaches_the_experiment() -> None:

@@ -1,4 +1,4 @@
-"""The experiments and commands of the guides, as they are in the pages; other tests carry out those of single pages."""
+"""The experiments and commands of the guides, and the experiments of results; other tests carry out single pages."""
 
 from __future__ import annotations
 
@@ -25,9 +25,17 @@ BLOCKS = [
 ]
 
 
+RESULTS = ROOT / "docs" / "results"
+
+
 @pytest.mark.parametrize(("guide", "text"), [(guide, text) for guide, kind, text in BLOCKS if kind == "yaml"])
 def test_the_experiments_of_a_guide_are_valid(guide: str, text: str) -> None:
     assert load_experiment(text).runs
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*/**/*.yaml")), ids=lambda file: str(file.relative_to(RESULTS)))
+def test_an_experiment_kept_beside_its_results_is_accepted(file: Path) -> None:
+    assert load_experiment(str(file)).runs
 
 
 @pytest.mark.parametrize(

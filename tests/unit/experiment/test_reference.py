@@ -207,8 +207,6 @@ def epochs_over_all_clients(run: Settings) -> float:
     if run.train.epochs is not None:
         return run.rounds * run.train.epochs * clients_in_a_round(run) / run.clients
     images = CATALOGUE[run.data.name].examples
-    assert images is not None
-    assert run.train.steps is not None
     return run.rounds * clients_in_a_round(run) * run.train.steps * run.train.batch_size / images
 
 

@@ -38,7 +38,6 @@ def counted(data: Data, model: Model) -> tuple[int, int, int]:
     """The operations and the values of the convolutions for an image, and the parameters."""
     run = Settings(data=data, model=model)
     entry, size = CATALOGUE[data.name], run.data.crop or run.data.size
-    assert size is not None
     sides = (size, size) if isinstance(size, int) else size
     with torch.device("meta"):
         task = CLASSIFICATION if entry.ids is None else SEGMENTATION
@@ -63,7 +62,6 @@ def examples_of(run: Settings) -> float:
         return run.rounds * clients * run.train.steps * run.train.batch_size
     of_each = run.data.partition.model_dump().get("examples")
     held = of_each * run.clients if of_each else run.data.examples or CATALOGUE[run.data.name].examples
-    assert held is not None
     return run.rounds * (run.train.epochs or 1) * held * (1 - run.evaluate.validation) * clients / run.clients
 
 

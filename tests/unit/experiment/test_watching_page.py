@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.settings import name_in
 from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import ROOT
@@ -29,13 +28,6 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if l
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_the_settings_are_read(text: str) -> None:
     assert {*map(name_in, read(text).track)} <= {"tensorboard", "trackers:WandB"}
-
-
-@pytest.mark.parametrize("line", COMMANDS)
-def test_the_commands_are_understood(line: str) -> None:
-    arguments = cli.parser().parse_args(shlex.split(line)[1:])
-    (run,) = load_experiment(arguments.experiment, arguments.overrides).runs
-    assert run.evaluate.dynamics or run.track
 
 
 def test_the_line_has_the_figures_that_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.listeners.dynamics import SPREAD
 from fedbn_flwr.results.folder.writer import RunFolder
+from tests.support.runs import change_summary
 
 EXPERIMENT = """
 rounds: 4
@@ -68,8 +68,7 @@ def test_the_spread_is_over_the_rounds_since_the_line_before(tmp_path: Path) -> 
 def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one(tmp_path: Path) -> None:
     whole = run(tmp_path)
     expected = (whole.path / "norms.jsonl").read_bytes()
-    summary = json.loads((whole.path / "summary.json").read_text())
-    (whole.path / "summary.json").write_text(json.dumps({**summary, "status": "interrupted"}))
+    change_summary(whole.path, status="interrupted")
     whole.add_line("norms.jsonl", {"round": 5, "layers": {}, "clients": {}})  # after the last checkpoint
     resumed = run(tmp_path, "--resume")
     assert (resumed.path / "norms.jsonl").read_bytes() == expected

@@ -76,7 +76,6 @@ def test_models_are_evaluated_every_other_round_and_after_the_last(running: Runn
             evaluated.append(at.number)
     assert evaluated == [2, 4, 5]
     data = running.prepared.dataset
-    assert data is not None
     # The model on which the figures were measured is that of the last round.
     twin = evaluate(
         running.prepared.model, TestBatches(data.test, data.moments, 100), F.cross_entropy, running.prepared.device
@@ -143,7 +142,6 @@ def test_the_end_of_a_run_is_in_its_summary(
     listener.on_start(running, start(running))
     listener.on_end(running, error)
     found = RunFolder(tmp_path).summary()
-    assert found is not None
     assert (found.status, found.error) == (status, "no node is left" if status == "failed" else None)
 
 
