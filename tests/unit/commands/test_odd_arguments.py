@@ -98,11 +98,7 @@ def test_out_of_another_flower_app_is_its_own(
         '[project]\nname = "other"\n[tool.flwr.app.components]\nserverapp = "a:b"\nclientapp = "a:c"\n'
     )
     run = RunFolder(tmp_path / "out")
-    write_run(run.path, "label")
-    summary = run.summary()
-    assert summary is not None
-    summary.status = "running"
-    run.write_summary(summary)
+    write_run(run.path, "label", status="running")
 
     def stopped(_: Path, run_config: dict[str, Any], __: str) -> None:
         assert run_config["out"] in (5, str(run.path))

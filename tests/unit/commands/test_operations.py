@@ -25,12 +25,7 @@ PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 
 def make_run(folder: Path, status: Any, *, days: float, rounds: int = 10) -> Path:
     """A run with three rounds of 0.5 s that last wrote some days ago."""
-    write_run(folder, folder.name, config={"rounds": rounds, "clients": 4}, clients=3)
-    run = RunFolder(folder)
-    summary = run.summary()
-    assert summary is not None
-    summary.status = status
-    run.write_summary(summary)
+    write_run(folder, folder.name, status=status, config={"rounds": rounds, "clients": 4}, clients=3)
     (folder / "checkpoint").write_bytes(bytes(5000))
     (folder / "model.safetensors").write_bytes(bytes(100))
     for file in folder.iterdir():

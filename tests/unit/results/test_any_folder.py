@@ -38,6 +38,7 @@ from fedbn_flwr.results.report.write import page, write_report
 from tests.support.fixtures import drawing
 from tests.support.fuzz import cases, changed, check_refusal, damaged
 from tests.support.hostile import kept_log
+from tests.support.runs import change_summary
 
 EXPERIMENT = (
     "{name: whole, rounds: 2, clients: 2, train: {steps: 1}, engine: {workers: 0}, strategy: {name: FedBN}, evaluate: "
@@ -256,7 +257,6 @@ def test_figures_that_are_not_finite_are_null_in_files_and_nan_when_they_are_rea
     assert (found["accuracy"], repr(found["loss"]), repr(found["clients_loss_std"])) == (0.5, "nan", "nan")
     assert repr(folder.lines("clients.jsonl")[0]["clients"]["0"]) == "{'train_loss': nan, 'examples': 3}"
     again = folder.summary()
-    assert again is not None
     assert (repr(again.loss), again.notes) == ("nan", {"freeze_round": None, "epsilon": None})
 
 
@@ -280,9 +280,7 @@ def test_a_damaged_line_is_found(name: str, whole: Path, tmp_path: Path) -> None
 
 def test_a_changed_summary_is_found(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
-    file = tmp_path / "run" / "summary.json"
-    summary: dict[str, Any] = json.loads(file.read_text())
-    file.write_text(json.dumps({**summary, "accuracy": 0.99}))
+    change_summary(tmp_path / "run", accuracy=0.99)
     with pytest.raises(
         UserError, match=r"summary\.json': accuracy is 0\.99, but 0\.\d+ by the lines of history\.jsonl"
     ):

@@ -36,14 +36,12 @@ def states(server_round: int) -> Iterator[tuple[int, RecordDict]]:
 
 def read_all(file: CheckpointFile) -> tuple[Any, ...]:
     read = file.read()
-    assert read.strategy is not None
     clients = [(node, content(records)) for node, records in file.clients()]
     return read.round, read.token, dict(read.trained), content(read.model), read.strategy, clients
 
 
 def expected(server_round: int) -> tuple[Any, ...]:
     of = snapshot(server_round)
-    assert of.strategy is not None
     clients = [(node, content(records)) for node, records in states(server_round)]
     return of.round, of.token, dict(of.trained), content(of.model), of.strategy, clients
 

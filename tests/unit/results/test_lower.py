@@ -60,7 +60,6 @@ def test_no_error_is_in_percent(runs: Path) -> None:
 
 def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp_path: Path) -> None:
     text = write_report([runs], tmp_path / "out")
-    page = tmp_path / "out" / "report.md"
     assert text.startswith("Lower is better: RMSE.\n\n")
     first, domains, clients = text.split("\n\n")[1:-1]
     assert first.splitlines()[0].split("  ")[0] == "run"
@@ -78,13 +77,12 @@ def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp
         "communication_rounds": 2,
         "bytes_down": 2 * 2**20, "bytes_up": 2 * 2**20,
     }  # fmt: skip
-    assert "Lower is better: RMSE." in page.read_text()
+    assert "Lower is better: RMSE." in (tmp_path / "out" / "report.md").read_text()
     rows = group(find_runs([runs]))
     labels = [panel.get_ylabel() for panel in plot(rows).axes]
     assert {"RMSE", "RMSE on own data"} <= {*labels}
     assert not any("%" in label for label in labels)
     box = clients_plot(rows)
-    assert box is not None
     assert [panel.get_ylabel() for panel in box.axes if panel.get_visible()] == ["", ""]
     assert max(panel.get_ylim()[1] for panel in box.axes) < 100, "not times 100"
 

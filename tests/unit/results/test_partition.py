@@ -58,7 +58,6 @@ def test_a_bar_is_as_high_as_what_its_client_holds(tmp_path: Path) -> None:
 def test_the_legend_has_every_class() -> None:
     figure = partitions_plot([replace(SMALL, classes=("_background", "cat", "dog"))])
     legend = figure.axes[0].get_legend()
-    assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["dog", "cat", "_background"]
     colours = [patch.get_facecolor() for patch in legend.get_patches()]
     assert colours == [(*colour, 1) for colour in reversed(class_colours(3))]

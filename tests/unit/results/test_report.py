@@ -7,7 +7,6 @@ import math
 import shutil
 import statistics
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -31,7 +30,7 @@ from fedbn_flwr.results.report.tables import (
 )
 from fedbn_flwr.results.report.write import write_report
 from tests.support.marks import slow_except
-from tests.support.runs import write_run
+from tests.support.runs import change_summary, write_run
 
 
 def domain_tables(rows: list[Row]) -> list[Lines]:
@@ -66,8 +65,7 @@ def test_each_domain_is_a_column_of_a_table_of_its_own(tmp_path: Path) -> None:
 def test_a_row_whose_accuracy_is_not_the_global_model_s_says_so(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "FedAvg")
     write_run(tmp_path / "b", "Standalone")
-    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
-    (tmp_path / "b" / "summary.json").write_text(json.dumps(summary | {"accuracy_of": "the clients' models, mean"}))
+    change_summary(tmp_path / "b", accuracy_of="the clients' models, mean")
     labels = [row.label for row in group(find_runs([tmp_path]))]
     assert labels == ["FedAvg", "Standalone (the clients' models)"]
     assert [row.label for row in group(find_runs([tmp_path / "b"]))] == ["Standalone"], "all rows are alike"
@@ -86,10 +84,8 @@ def test_communication_rounds_are_a_panel_where_they_are_not_rounds(tmp_path: Pa
 def test_a_row_without_a_global_model_is_in_the_panels_of_the_clients_only(tmp_path: Path) -> None:
     for label in ("FedAvg", "Standalone"):
         write_run(tmp_path / label, label, clients_own_accuracy=0.9)
-    file = tmp_path / "Standalone" / "summary.json"
-    summary = json.loads(file.read_text())
     for accuracy_of, counts in {"the global model": [2, 2], "the clients' models, mean": [1, 2]}.items():
-        file.write_text(json.dumps(summary | {"accuracy_of": accuracy_of}))
+        change_summary(tmp_path / "Standalone", accuracy_of=accuracy_of)
         panels = plot(group(find_runs([tmp_path]))).axes
         assert [len(panel.get_lines()) for panel in panels if panel.get_xlabel() == "rounds"] == counts
 
@@ -116,9 +112,8 @@ def test_without_domains_there_is_one_table(tmp_path: Path) -> None:
     write_run(tmp_path / "run", "FedAvg")
     assert domain_tables(group(find_runs([tmp_path]))) == []
     text, _, _ = write_report([tmp_path], tmp_path).partition("\n\ntable: ")
-    page = tmp_path / "report.md"
     assert "domain" not in text
-    assert page.read_text().count("|---|") == 1
+    assert (tmp_path / "report.md").read_text().count("|---|") == 1
 
 
 @pytest.mark.usefixtures("plots")
@@ -134,13 +129,12 @@ def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None
     labels = ("FedAvg+BN", "FedAvg+GN", "SiloBN", "FixBN", "FedBN", "FedWon", "FedProx", "Standalone", "FedTAN")
     write_runs(tmp_path / "runs", DOMAINS[:count], labels, seeds=3)
     text = write_report([tmp_path / "runs"], tmp_path / "out")
-    page = tmp_path / "out" / "report.md"
     picture = tmp_path / "out" / "report.png"
     own = text.split("accuracy on own data, by domain\n")[1].split("\n\n")[0].splitlines()
     assert own[0].split() == ["run", *DOMAINS[:count], "average"]
     assert len(own) == 2 + len(labels)
     assert max(map(len, text.splitlines())) <= 120, "the width of a terminal"
-    assert f"| run | {' | '.join(DOMAINS[:count])} | average |" in page.read_text()
+    assert f"| run | {' | '.join(DOMAINS[:count])} | average |" in (tmp_path / "out" / "report.md").read_text()
     plain = tmp_path / "plain"
     write_run(plain / "run", "FedAvg")
     write_report([plain], plain)
@@ -199,14 +193,8 @@ def test_a_metric_of_the_user_may_be_infinite(tmp_path: Path) -> None:
             write_run(folder, f"A {steps}", seed, config=config, files={"clients.jsonl": clients}, odd=odd, dice=odd)
             change_summary(folder, metrics=["odd", "dice"], odd=odd, dice=odd)
     text = write_report([tmp_path], tmp_path / "out")
-    page = tmp_path / "out" / "report.md"
-    for shown in (text, page.read_text()):
+    for shown in (text, (tmp_path / "out" / "report.md").read_text()):
         assert "inf%" in shown
-
-
-def change_summary(run: Path, **values: Any) -> None:
-    file = run / "summary.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
 @pytest.mark.usefixtures("plots")
@@ -374,8 +362,7 @@ def test_a_report_says_what_its_runs_have_in_common_and_where_they_differ(tmp_pa
         config = {"data": {"name": "digits"}, "clients": 4, "rounds": rounds, "model": {"name": "cnn"}}
         write_run(tmp_path / f"{label}{seed}", label, seed, config=config)
     write_report([tmp_path], tmp_path / "out")
-    page = tmp_path / "out" / "report.md"
-    first, *rest = page.read_text().split("\n\n")
+    first, *rest = (tmp_path / "out" / "report.md").read_text().split("\n\n")
     assert first == "name: digits, cnn, 4 clients, seeds 0, 2."
     assert "settings that differ:" in rest
     assert rest[rest.index("settings that differ:") + 1].splitlines()[2:] == ["| A | 3 |", "| B | 4 |"]

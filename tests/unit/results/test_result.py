@@ -20,7 +20,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.norms.convert import NORMS
-from tests.support.images import write_parquet
+from tests.support.images import write_splits
 from tests.support.marks import slow_except
 from tests.support.runs import write_run
 
@@ -222,9 +222,7 @@ def test_a_model_of_every_norm_can_be_loaded(norm: str, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
-    for split in ("train", "test"):
-        labels: dict[str, list[int] | list[str]] = {"label": [0, 1, 2] * 4}
-        write_parquet(folder / f"{split}.parquet", (32, 32, 3), labels, {"label": ["a", "b", "c"]}, "image")
+    write_splits(folder, (32, 32, 3), {"label": [0, 1, 2] * 4}, {"label": ["a", "b", "c"]})
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from fedbn_flwr.results.report.pictures import COLOURS, plot, sweeps_plot
 from fedbn_flwr.results.report.rows import Row, choose, group, sweeps
 from fedbn_flwr.results.report.tables import DEFAULT, ReportForm, Table, published, sweep_tables, tables
 from fedbn_flwr.results.report.write import write_report
-from tests.support.runs import write_run
+from tests.support.runs import change_summary, write_run
 
 SOURCE = {"source": "Paper, Table 1"}
 
@@ -42,8 +41,7 @@ def test_figures_of_another_set_up_have_a_note(tmp_path: Path) -> None:
     known = {"accuracy": [0.9, 0.01], **SOURCE, "differs": "size small, other rounds"}
     write_run(tmp_path / "a", "A", config={"published": known}, accuracy=0.2)
     text = write_report([tmp_path], tmp_path / "out")
-    page = tmp_path / "out" / "report.md"
-    for written in (text, page.read_text(), (tmp_path / "out" / "report.html").read_text()):
+    for written in (text, (tmp_path / "out" / "report.md").read_text(), (tmp_path / "out" / "report.html").read_text()):
         assert "other set-up (size small, other rounds)" in written
         assert "90.00% ± 1.00" in written.replace("\xa0", " ")
 
@@ -53,7 +51,7 @@ def test_a_run_that_has_not_finished_is_marked(tmp_path: Path, status: str) -> N
     known = {"accuracy": [0.9, 0.01], **SOURCE}
     for seed in (0, 1):
         write_run(tmp_path / str(seed), "A", seed, config={"published": known}, accuracy=0.2, accuracy_red=0.3)
-    set_status(tmp_path / "1", status)
+    change_summary(tmp_path / "1", status=status)
     with RunFolder(tmp_path / "1").locked() if status == "running" else nullcontext():
         rows = rows_of(tmp_path)
     (head, line) = published(rows)
@@ -68,12 +66,6 @@ def test_a_run_that_has_not_finished_is_marked(tmp_path: Path, status: str) -> N
 
 def swept_tables(rows: list[Row], form: ReportForm = DEFAULT) -> list[Table]:
     return [table for sweep in sweeps(rows) for table in sweep_tables(sweep, form)]
-
-
-def set_status(run: Path, status: Any) -> None:
-    summary = RunFolder(run).summary()
-    assert summary is not None
-    RunFolder(run).write_summary(replace(summary, status=status))
 
 
 def write_cell(folder: Path, row: str, sweep: dict[str, Any], accuracy: float, seed: int = 0, **more: Any) -> None:
@@ -96,7 +88,7 @@ def test_a_sweep_is_a_table_with_a_column_for_each_value(tmp_path: Path) -> None
 def test_a_run_of_a_sweep_that_has_not_finished_is_marked(tmp_path: Path) -> None:
     for steps in (1, 100):
         write_cell(tmp_path, "BN", {"steps": steps}, 0.5, seed=steps)
-    set_status(next(tmp_path.glob("BN, steps=1-*")), "failed")
+    change_summary(next(tmp_path.glob("BN, steps=1-*")), status="failed")
     ((_, lines),) = swept_tables(rows_of(tmp_path))
     assert lines[1] == ("BN", "50.00% [failed]", "50.00%")
 
