@@ -15,13 +15,7 @@ from fedbn_flwr.experiment.file.layers import from_run_config
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder.places import default_out, out_folder
 from tests.support.command import ROOT
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(words) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    return error
+from tests.support.refusals import refusal
 
 
 @pytest.mark.parametrize(

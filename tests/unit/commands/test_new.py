@@ -9,6 +9,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment
+from tests.support.refusals import refusal
 
 
 @pytest.mark.parametrize("source", sorted(shipped_experiments()))
@@ -30,11 +31,9 @@ def test_a_new_experiment_runs_and_is_not_overwritten(
     assert (tmp_path / "out" / "FixBN" / "model.safetensors").exists()
     before = (tmp_path / "mine.yaml").read_bytes()
     capsys.readouterr()
-    assert cli.main(["new", "mine", "--from", "demo"]) == 2
-    assert "'mine.yaml' exists already" in capsys.readouterr().err
+    assert "'mine.yaml' exists already" in refusal(capsys, "new", "mine", "--from", "demo")
     assert (tmp_path / "mine.yaml").read_bytes() == before
-    assert cli.main(["new", "other", "--from", "demoo"]) == 2
-    assert "did you mean 'demo'" in capsys.readouterr().err
+    assert "did you mean 'demo'" in refusal(capsys, "new", "other", "--from", "demoo")
     assert cli.main(["new", "other", "--out", "other.txt"]) == 2
     assert cli.main(["new", "other", "--out", "no/such/folder.yaml"]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "out"]
@@ -47,7 +46,6 @@ def test_a_copy_in_another_folder_must_find_what_it_extends(
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "first.yaml").write_text("rounds: 2\n")
     (tmp_path / "there" / "second.yaml").write_text("extends: first.yaml\n")
-    assert cli.main(["new", "mine", "--from", "there/second.yaml"]) == 2
-    assert "cannot read the experiment 'first.yaml'" in capsys.readouterr().err
+    assert "cannot read the experiment 'first.yaml'" in refusal(capsys, "new", "mine", "--from", "there/second.yaml")
     assert cli.main(["new", "there/mine", "--from", "there/second.yaml"]) == 0
     assert load_experiment("there/mine.yaml").runs[0].rounds == 2

@@ -17,6 +17,7 @@ from fedbn_flwr import cli
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import STATES
 from tests.support.command import ROOT, commands_of
+from tests.support.refusals import refusal
 from tests.support.runs import write_run
 
 DAY = 86400
@@ -106,8 +107,7 @@ def left(runs: Path) -> set[str]:
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["status", str(tmp_path / "missing")]) == 2
-    assert "is not a folder" in capsys.readouterr().err
+    assert "is not a folder" in refusal(capsys, "status", tmp_path / "missing")
     assert not left(tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_the_commands_of_the_page_succeed(runs: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("key", ["engine", "evaluate"])
 def test_a_section_without_settings_is_damage(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", "run", config={"rounds": 10, key: None})
-    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "report")]) == 2
-    assert f"config.yaml': {key} is None; expected a valid dictionary" in capsys.readouterr().err
+    error = refusal(capsys, "report", tmp_path, "--out", tmp_path / "report")
+    assert f"config.yaml': {key} is None; expected a valid dictionary" in error
     assert cli.main(["status", str(tmp_path)]) == 0
     assert "the files are damaged" in capsys.readouterr().err

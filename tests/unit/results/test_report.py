@@ -30,6 +30,7 @@ from fedbn_flwr.results.report.tables import (
 )
 from fedbn_flwr.results.report.write import write_report
 from tests.support.marks import slow_except
+from tests.support.refusals import refusal
 from tests.support.runs import change_summary, write_run
 
 
@@ -385,8 +386,7 @@ def test_runs_are_found_by_links_and_each_once(tmp_path: Path) -> None:
 def test_a_summary_that_leads_nowhere_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "A").mkdir()
     (tmp_path / "A" / "summary.json").symlink_to(tmp_path / "gone.json")
-    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "holds no run" in refusal(capsys, "report", tmp_path, "--out", tmp_path / "out")
     write_run(tmp_path / "B", "B")
     assert [run.label for run in find_runs([tmp_path])] == ["B"]
 

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr import cli, run
+from tests.support.refusals import refusal
 
 SETTINGS: dict[str, Any] = {
     "rounds": 2,
@@ -56,9 +57,8 @@ def test_images_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert (len(rows), right / len(rows)) == (12, pytest.approx(result.values["accuracy"]))
     assert f"{right} of 12 labels" in printed
     assert all(float(row["probability benign"]) + float(row["probability malign"]) == pytest.approx(1) for row in rows)
-    words = ["predict", str(result.folder), "--data", str(tmp_path / "no.csv"), "--out", str(tmp_path / "none.csv")]
-    assert cli.main(words) == 2
-    assert capsys.readouterr().err.endswith("no.csv': there is no such file or folder\n")
+    error = refusal(capsys, "predict", result.folder, "--data", tmp_path / "no.csv", "--out", tmp_path / "none.csv")
+    assert error.endswith("no.csv': there is no such file or folder\n")
     # The same images without labels, and an order of their own.
     (tmp_path / "new").mkdir()
     for place, file in enumerate(sorted((tmp_path / "site" / "test").rglob("*.png"))):
@@ -105,9 +105,7 @@ def test_a_row_that_training_would_leave_out_has_no_prediction(
             assert "of 40 labels" in printed
             assert "without a prediction: 1 examples, which lack an input (data.missing is drop)" in printed
         (tmp_path / "train.csv").write_text("\n".join(["x,y", *lines, ""]))
-    words = [str(result.folder), "--data", str(tmp_path / "new.csv"), "--out", str(tmp_path / "none.csv")]
-    assert cli.main(["predict", *words]) == 2
-    error = capsys.readouterr().err
+    error = refusal(capsys, "predict", result.folder, "--data", tmp_path / "new.csv", "--out", tmp_path / "none.csv")
     assert "of the 41 rows of the file some have no value (NaN or null) in x (1); fill them in" in error
     assert "set data.missing" not in error
 
@@ -178,9 +176,8 @@ def test_other_columns_are_an_error_that_names_them(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
 ) -> None:
     change(patients(20)).to_csv(tmp_path / "new.csv", index=False)
-    words = ["predict", str(trained), "--data", str(tmp_path / "new.csv"), "--out", str(tmp_path / "none.csv")]
-    assert cli.main(words) == 2
-    assert message in capsys.readouterr().err
+    words = ["predict", trained, "--data", tmp_path / "new.csv", "--out", tmp_path / "none.csv"]
+    assert message in refusal(capsys, *words)
 
 
 def test_rows_without_a_label_or_an_input_get_predictions(
@@ -239,9 +236,8 @@ def test_images_have_their_file_names_and_the_labels_of_their_folders(
     bare, printed = predicted(capsys, result.folder, "--data", tmp_path / "all" / "north" / "malign")
     assert ("labels" in printed, "label" in bare[0], bare[0]["file"]) == (False, False, "0.png")
     Image.new("RGB", (8, 8), (200, 10, 10)).save(tmp_path / "all" / "north" / "malign" / "0.png")
-    words = ["predict", str(result.folder), "--data", str(tmp_path / "all"), "--out", str(tmp_path / "none.csv")]
-    assert cli.main(words) == 2
-    assert "has inputs of shape [3, 8, 8], but the model takes [1, 8, 8]; convert the images" in capsys.readouterr().err
+    error = refusal(capsys, "predict", result.folder, "--data", tmp_path / "all", "--out", tmp_path / "none.csv")
+    assert "has inputs of shape [3, 8, 8], but the model takes [1, 8, 8]; convert the images" in error
 
 
 def test_greyscale_images_are_repeated_for_a_model_of_colours(

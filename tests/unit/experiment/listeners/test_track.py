@@ -23,6 +23,7 @@ from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import PATIENCE, ROOT
 from tests.support.experiments import read
 from tests.support.network import wait_for
+from tests.support.refusals import refusal
 from tests.support.runs import change_summary, is_finished
 
 EXPERIMENT = """
@@ -210,18 +211,18 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(
     for module in [name for name in sys.modules if name.endswith(("utils.tensorboard", "experiment.tensorboard"))]:
         monkeypatch.delitem(sys.modules, module)
     (tmp_path / "tracked.yaml").write_text(EXPERIMENT)
-    assert cli.main(["run", str(tmp_path / "tracked.yaml"), "track=tensorboard", "--out", str(tmp_path / "out")]) == 2
+    error = refusal(capsys, "run", tmp_path / "tracked.yaml", "track=tensorboard", "--out", tmp_path / "out")
     advice = "which is not installed: pip install 'PATH/TO/CLONE[tensorboard]', with the path of your clone"
     expected = f"fedbn: error: track=tensorboard needs the package 'tensorboard', {advice}"
-    assert capsys.readouterr().err.startswith(expected)
+    assert error.startswith(expected)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tracker_of_the_user_that_is_missing_is_refused_before_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["run", "quick", "track=no_such_module:tracker", "--out", str(tmp_path / "out")]) == 2
-    assert "track='no_such_module:tracker': cannot import 'no_such_module'" in capsys.readouterr().err
+    error = refusal(capsys, "run", "quick", "track=no_such_module:tracker", "--out", tmp_path / "out")
+    assert "track='no_such_module:tracker': cannot import 'no_such_module'" in error
     assert not (tmp_path / "out").exists()
 
 
