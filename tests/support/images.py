@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,16 @@ def pixels(count: int, shape: tuple[int, ...], seed: int = 0) -> list[np.ndarray
 
 def picture(seed: int, shape: tuple[int, ...]) -> dict[str, Any]:
     return {"bytes": png(np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)), "path": None}
+
+
+def write_pictures(folder: Path, images: Iterable[np.ndarray], *places: str) -> Path:
+    """The images as 0.png, 1.png and so on in each of these folders below `folder`."""
+    images = list(images)
+    for place in places:
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        for number, image in enumerate(images):
+            (folder / place / f"{number}.png").write_bytes(png(image))
+    return folder
 
 
 def write_split(folder: Path, split: str, images: list[bytes | None], labels: list[int], *, classes: int = 3) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import partition
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError, StorageError
+from tests.support.disks import files_of_at_most
 from tests.support.images import picture, pixels, png, write_split
 
 # --- the embedded digits -----------------------------------------------------
@@ -303,13 +303,11 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_its_variable(
 def test_a_full_disk_leaves_no_part_of_a_file(folder: Path) -> None:
     for file in ("train/a/0.png", "test/a/0.png"):
         save(folder / file, pixels(1, (40, 40))[0])
-    _, most = before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, most))
-    try:
-        with pytest.raises(StorageError, match="cannot be written: File too large; set FEDBN_CACHE"):
-            load(Source(name=str(folder)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with (
+        files_of_at_most(1_000),
+        pytest.raises(StorageError, match="cannot be written: File too large; set FEDBN_CACHE"),
+    ):
+        load(Source(name=str(folder)))
     assert cached(folder) == []
     assert load(Source(name=str(folder))).size == (40, 40)
 

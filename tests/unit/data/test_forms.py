@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
-from PIL import Image
 
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
@@ -17,6 +15,7 @@ from fedbn_flwr.errors import DataError, FedbnError
 from fedbn_flwr.experiment.data import load_data
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.settings import Data
+from tests.support.images import png, write_pictures
 
 
 @pytest.fixture(autouse=True)
@@ -25,19 +24,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
 
 
-def png(value: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.full((6, 6), value, np.uint8)).save(file, "png")
-    return file.getvalue()
+def grey(value: int) -> np.ndarray:
+    return np.full((6, 6), value, np.uint8)
 
 
 def write_folders(folder: Path, **splits: dict[str, int]) -> Path:
     """A folder with images of one grey value for each class, by split: train={"cat": 10, "dog": 20}."""
     for split, classes in splits.items():
         for name, value in classes.items():
-            (folder / split / name).mkdir(parents=True)
-            for number in range(2):
-                (folder / split / name / f"{number}.png").write_bytes(png(value))
+            write_pictures(folder, [grey(value)] * 2, f"{split}/{name}")
     return folder
 
 
@@ -60,7 +55,7 @@ def test_test_images_may_lack_a_class_and_training_images_too(tmp_path: Path) ->
     assert values_by_class(folder) == splits
     assert load(Source(name=str(folder))).class_names == tuple(whole)
     for part, labels in splits.items():
-        table = {"image": [png(value) for value in labels.values()], "kind": list(labels)}
+        table = {"image": [png(grey(value)) for value in labels.values()], "kind": list(labels)}
         pd.DataFrame(table).to_parquet(tmp_path / f"{part}.parquet")
     assert values_by_class(tmp_path, label="kind") == splits
 
@@ -106,10 +101,10 @@ def test_names_of_embedded_data_must_be_theirs() -> None:
 def test_parquet_files_of_other_programs_are_read(form: str, tmp_path: Path) -> None:
     for split, (low, high) in {"train": (10, 20), "test": (30, 40)}.items():
         for value in (low, high):
-            (tmp_path / f"{value}.png").write_bytes(png(value))
+            (tmp_path / f"{value}.png").write_bytes(png(grey(value)))
         column: Any = {
-            "bytes": [png(low), png(high)],
-            "bytes and path": [{"bytes": png(value), "path": None} for value in (low, high)],
+            "bytes": [png(grey(low)), png(grey(high))],
+            "bytes and path": [{"bytes": png(grey(value)), "path": None} for value in (low, high)],
             "paths": [str(tmp_path / f"{value}.png") for value in (low, high)],
         }[form]
         pd.DataFrame({"photo": column, "label": [0, 1]}).to_parquet(tmp_path / f"{split}.parquet")

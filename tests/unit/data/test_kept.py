@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from PIL import Image
 
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import Examples
@@ -20,7 +19,7 @@ from fedbn_flwr.experiment import data as module
 from fedbn_flwr.experiment.data import forget_data, load_data, shares_of
 from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.settings import Data, Settings
-from tests.support.images import numbered, write_splits
+from tests.support.images import numbered, write_pictures, write_splits
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +31,8 @@ def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def write(folder: Path, value: int, count: int = 4) -> None:
-    for split in ("train", "test"):
-        for i in range(count):
-            (place := folder / split / f"class {i % 2}").mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.full((8, 8), value, np.uint8)).save(place / f"{i}.png")
+    images = [np.full((8, 8), value, np.uint8)] * (count // 2)
+    write_pictures(folder, images, *(f"{split}/class {i}" for split in ("train", "test") for i in (0, 1)))
 
 
 def value_of(data: Data) -> int:

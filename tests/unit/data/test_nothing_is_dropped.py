@@ -12,7 +12,7 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
-from tests.support.images import png
+from tests.support.images import write_pictures
 
 RNG = np.random.default_rng(0)
 
@@ -22,13 +22,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
 
 
-def pictures(folder: Path, *folders: str, count: int = 5) -> Path:
-    """This many images in each folder."""
-    for name in folders:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for i in range(count):
-            (folder / name / f"{i}.png").write_bytes(png(np.full((4, 4, 3), 50 * i, np.uint8)))
-    return folder
+def pictures(folder: Path, *folders: str) -> Path:
+    """Five images in each folder."""
+    return write_pictures(folder, (np.full((4, 4, 3), 50 * i, np.uint8) for i in range(5)), *folders)
 
 
 def opened(path: Path, **options: object) -> DataSet:

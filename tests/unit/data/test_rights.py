@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, described
+from tests.support.images import write_pictures
 
 UID = 49999
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -78,9 +78,7 @@ def test_an_unreadable_folder_is_named_with_its_rights(
 def test_a_folder_of_images_that_cannot_be_listed_is_no_missing_class(folder: Path) -> None:
     for split in ("train", "test"):
         (folder / f"{split}.csv").unlink()
-        for name in ("cat", "dog"):
-            (folder / split / name).mkdir(parents=True)
-            Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(folder / split / name / "0.png")
+        write_pictures(folder / split, [np.zeros((8, 8, 3), np.uint8)], "cat", "dog")
     assert load(Source(name=str(folder))).class_names == ("cat", "dog")
     (folder / "train" / "cat").chmod(0o700)
     with user(), pytest.raises(DataError, match="may not list") as caught:

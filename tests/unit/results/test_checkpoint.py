@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +34,17 @@ def states(server_round: int) -> Iterator[tuple[int, RecordDict]]:
         yield node, RecordDict({"own": pack({"n": np.array(10 * server_round + node)})})
 
 
+def told(of: Snapshot, states: Iterable[tuple[int, RecordDict]]) -> tuple[Any, ...]:
+    clients = [(node, content(records)) for node, records in states]
+    return of.round, of.token, dict(of.trained), content(of.model), of.strategy, clients
+
+
 def read_all(file: CheckpointFile) -> tuple[Any, ...]:
-    read = file.read()
-    clients = [(node, content(records)) for node, records in file.clients()]
-    return read.round, read.token, dict(read.trained), content(read.model), read.strategy, clients
+    return told(file.read(), file.clients())
 
 
 def expected(server_round: int) -> tuple[Any, ...]:
-    of = snapshot(server_round)
-    clients = [(node, content(records)) for node, records in states(server_round)]
-    return of.round, of.token, dict(of.trained), content(of.model), of.strategy, clients
+    return told(snapshot(server_round), states(server_round))
 
 
 def test_a_checkpoint_comes_back_and_replaces_the_one_before(tmp_path: Path) -> None:

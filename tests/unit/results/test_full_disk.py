@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import json
-import resource
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from fedbn_flwr import cli
+from tests.support.disks import files_of_at_most
 from tests.support.marks import slow_except
 
 EXPERIMENT = (
     "{name: full, rounds: 3, clients: 2, train: {steps: 1}, strategy: {name: FedBN}, engine: {workers: 0, "
     "checkpoint_every: 1}}"
 )
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing more into a file is an error of the system, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture(scope="module")

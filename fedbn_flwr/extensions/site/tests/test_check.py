@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from fedbn_flwr import __version__, cli
 from tests.support.certificates import valid_until
+from tests.support.images import write_pictures
 from tests.support.network import make_keys, needs_tools
 from tests.support.refusals import refusal
 
@@ -326,11 +326,8 @@ def test_a_server_that_cannot_be_trusted_or_reached_is_named(
 def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     random = np.random.default_rng(0)
     for split, count in (("train", 4), ("test", 2)):
-        for name in ("cat", "dog"):
-            folder = tmp_path / "examples" / split / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                Image.fromarray(random.integers(0, 255, (12, 10, 3), np.uint8)).save(folder / f"{number}.png")
+        images = random.integers(0, 255, (count, 12, 10, 3), np.uint8)
+        write_pictures(tmp_path / "examples" / split, images, "cat", "dog")
     config = ["--node-config", f"data-path='{tmp_path / 'examples'}' state='{tmp_path}'"]
     shutil.copytree(tmp_path / "examples", tmp_path / "broken")
     (tmp_path / "broken" / "train" / "cat" / "0.png").write_bytes(b"no image")
@@ -397,12 +394,10 @@ def test_without_an_experiment_only_the_rights_of_the_data_are_checked(
 def test_a_site_knows_before_the_run_whether_it_may_exchange_statistics(
     more: list[str], examples: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    random = np.random.default_rng(0)
-    for number in range(16):
-        folder = tmp_path / "examples" / "train" / f"class {number % 2}"
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(random.integers(0, 255, (12, 10, 3), np.uint8)).save(folder / f"{number}.png")
-    shutil.copytree(tmp_path / "examples" / "train", tmp_path / "examples" / "test")
+    images = np.random.default_rng(0).integers(0, 255, (8, 12, 10, 3), np.uint8)
+    write_pictures(
+        tmp_path / "examples", images, *(f"{split}/class {i}" for split in ("train", "test") for i in (0, 1))
+    )
     own = "" if "min_batch: 1}" in more[0] else " min-batch=16"
     config = ["--node-config", f"data-path='{tmp_path / 'examples'}'{own}"]
     site = "{train: {batch_size: 16}, data: {classes: 2, channels: 3, size: [12, 10], normalise: unit}}"

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr import cli, run
+from tests.support.images import write_pictures
 from tests.support.refusals import refusal
 
 SETTINGS: dict[str, Any] = {
@@ -34,9 +35,7 @@ def images(seed: int, label: int, count: int) -> np.ndarray[Any, Any]:
 def write_folder(folder: Path) -> None:
     for part, count in (("train", 16), ("test", 6)):
         for label, name in enumerate(("benign", "malign")):
-            (folder / part / name).mkdir(parents=True)
-            for i, image in enumerate(images(len(part) + label, label, count)):
-                Image.fromarray(image).save(folder / part / name / f"{i}.png")
+            write_pictures(folder / part, images(len(part) + label, label, count), name)
 
 
 def predicted(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[list[dict[str, str]], str]:
@@ -221,9 +220,7 @@ def test_images_have_their_file_names_and_the_labels_of_their_folders(
     """CLASS/*.png and DOMAIN/CLASS/*.png are read as in training."""
     for domain in ("north", "south"):
         for label, name in enumerate(("benign", "malign")):
-            (tmp_path / "all" / domain / name).mkdir(parents=True)
-            for i, image in enumerate(images(len(domain) + label, label, 12)):
-                Image.fromarray(image).save(tmp_path / "all" / domain / name / f"{i}.png")
+            write_pictures(tmp_path / "all" / domain, images(len(domain) + label, label, 12), name)
     data = {**SETTINGS["data"], "name": str(tmp_path / "all"), "test": 0.25}
     result = run({**SETTINGS, "data": data}, out=tmp_path / "out", progress=False)
     rows, printed = predicted(capsys, result.folder, "--data", tmp_path / "all")
