@@ -18,7 +18,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.moments import sums_of
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.experiment.file.layers import load_experiment, read_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from tests.support.images import pixels, png, write_split
 
@@ -165,7 +165,5 @@ def test_a_folder_without_classes_says_what_it_should_hold(folder: Path) -> None
     ],
 )
 def test_bad_settings_are_named(text: str, message: str) -> None:
-    import yaml
-
     with pytest.raises(ValueError, match=message):
-        prepare(read_experiment({"data": yaml.safe_load(text)}))
+        prepare(load_experiment(f"{{data: {text}}}"))

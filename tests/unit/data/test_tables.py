@@ -209,14 +209,6 @@ def test_a_column_of_infinite_values_or_of_none_is_named(tmp_path: Path) -> None
         data.moments  # noqa: B018
 
 
-def test_labels_without_a_value_are_refused_by_count(tmp_path: Path) -> None:
-    frame = cancer()
-    frame.loc[3:7, "diagnosis"] = None
-    frame.to_csv(tmp_path / "gaps.csv", index=False)
-    with pytest.raises(DataError, match=r"5 of 569 rows of train have no value in 'diagnosis', the first is row 3"):
-        opened(tmp_path / "gaps.csv", label="diagnosis", test=0.2)
-
-
 def test_texts_are_inputs_only_if_their_values_are_given(tmp_path: Path) -> None:
     frame = pd.DataFrame({"age": range(20), "sex": ["m", "f"] * 10, "ill": [0, 1, 1, 0] * 5})
     frame.to_csv(tmp_path / "t.csv", index=False)
@@ -364,11 +356,16 @@ def test_labels_are_classes_numbers_or_several_labels_by_their_type(
         assert torch.cat([first(data.train.targets), first(data.test.targets)]).sum() == pytest.approx(expected.sum())
 
 
-def test_labels_that_do_not_fit_are_refused(tables: Path) -> None:
-    with pytest.raises(DataError, match=r"labels of type float64 .* which are not classes"):
-        opened(tables / "diabetes.csv", label="bmi", task="classification", test=0.2)
-    with pytest.raises(DataError, match="has values other than 0 and 1"):
-        opened(tables / "diabetes.csv", label=["bmi", "bp"], task="multilabel", test=0.2)
+@pytest.mark.parametrize(
+    ("label", "task", "message"),
+    [
+        ("bmi", "classification", r"labels of type float64 .* which are not classes"),
+        (["bmi", "bp"], "multilabel", "has values other than 0 and 1"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(label: Any, task: str, message: str, tables: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        opened(tables / "diabetes.csv", label=label, task=task, test=0.2)
 
 
 def test_a_task_is_the_same_in_another_process(tables: Path) -> None:
@@ -482,15 +479,24 @@ def test_a_site_s_table_needs_no_column_of_groups_and_it_is_no_input(has_column:
 # --- models ------------------------------------------------------------------
 
 
-def test_networks_of_images_refuse_a_table_by_name() -> None:
-    with pytest.raises(SettingsError, match=r"'resnet18' takes images.* the shape \[30\]; use mlp, .* or module:"):
-        build_model("resnet18", 2, input_shape=[30])
-    with pytest.raises(
-        SettingsError, match=r"'cnn' takes images.* the shape \[3, 16\]; use .*for series \[channels, time\] cnn1d"
-    ):
-        build_model("cnn", 2, input_shape=[3, 16])
-    with pytest.raises(SettingsError, match=r"'mlp' takes numbers, but these inputs are tokens"):
-        build_model("mlp", 2, input_shape=[16], num_tokens=9)
+@pytest.mark.parametrize(
+    ("name", "shape", "tokens", "message"),
+    [
+        ("resnet18", [30], None, r"'resnet18' takes images.* the shape \[30\]; use mlp, .* or module:"),
+        (
+            "cnn",
+            [3, 16],
+            None,
+            r"'cnn' takes images.* the shape \[3, 16\]; use .*for series \[channels, time\] cnn1d",
+        ),
+        ("mlp", [16], 9, r"'mlp' takes numbers, but these inputs are tokens"),
+    ],
+)
+def test_networks_refuse_inputs_of_another_kind_by_name(
+    name: str, shape: list[int], tokens: int | None, message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        build_model(name, 2, input_shape=shape, num_tokens=tokens)
     assert build_model("mlp", 2, input_shape=[30])(torch.zeros(4, 30)).shape == (4, 2)
 
 

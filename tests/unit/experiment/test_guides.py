@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections import Counter
@@ -13,6 +14,8 @@ from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.launch import carry_out
+from fedbn_flwr.experiment.settings import name_in
+from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.result import Results
 from tests.support.command import ROOT
 from tests.support.pages import BLOCK, Page
@@ -30,7 +33,8 @@ RESULTS = ROOT / "docs" / "results"
 
 @pytest.mark.parametrize(("guide", "text"), [(guide, text) for guide, kind, text in BLOCKS if kind == "yaml"])
 def test_the_experiments_of_a_guide_are_valid(guide: str, text: str) -> None:
-    assert load_experiment(text).runs
+    first, *others = load_experiment(text).runs
+    assert {name_in(each) for run in (first, *others) for each in run.track} <= {"tensorboard", "trackers:WandB"}
 
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*/**/*.yaml")), ids=lambda file: str(file.relative_to(RESULTS)))
@@ -88,6 +92,21 @@ def test_sweeps_counts_the_trainings_of_its_experiment() -> None:
     assert f"FedAvg+BN trains {runs['FedAvg+BN']} times (two values" in page
     assert f"all runs together {runs.total()} times" in page
     assert runs == {"FedAvg+BN": 2 * 2 * 3, "FixBN": 2 * 3 * 3, "Centralised": 2 * 3}, "values, rates and seeds"
+
+
+def test_watching_shows_the_figures_that_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = Page(ROOT / "docs" / "watching.md").text
+    (line,) = re.findall(r"^fedbn (run .*dynamics.*)$", page, re.MULTILINE)
+    assert cli.main([*shlex.split(line), "engine.workers=0"]) == 0
+    (folder,) = re.findall(r"^tail -n 1 (.*)/norms.jsonl$", page, re.MULTILINE)
+    found = RunFolder(Path(folder)).lines("norms.jsonl")[-1]
+    (shown,) = (json.loads(text) for guide, kind, text in BLOCKS if (guide, kind) == ("watching", "json"))
+    assert shown.keys() == found.keys()
+    pairs = [(each["layers"]["bn1"], each["clients"]["0"]["bn1"]) for each in (found, shown)]
+    for now, then in zip(*pairs, strict=True):
+        assert now == pytest.approx(then, rel=0.3)
+        assert all(f"| `{figure}` |" in page for figure in then)
 
 
 @pytest.mark.slow

@@ -149,9 +149,3 @@ def test_status_and_result_name_the_figure(runs: Path, tmp_path: Path, capsys: p
 def test_figures_are_shown_with_about_five_digits(values: list[float], digits: int) -> None:
     assert Measure.of("rmse").digits(values) == digits
     assert Measure.of("accuracy").digits(values) == 2
-
-
-def test_what_follows_a_known_figure_is_a_domain() -> None:
-    assert Measure.of("mae_sea").title == "MAE, domain sea"
-    assert Measure.of("clients_own_rmse_sea").title == "RMSE on own data, domain sea"
-    assert Measure.of("best_test_rmse").title == "best RMSE on test"

@@ -146,7 +146,11 @@ def test_candidates_of_all_runs_are_compared_on_own_examples(tmp_path: Path) -> 
         ("accuracy", [0.5, 0.6], "55.00% ± 7.07"),
         ("rmse", [50.0, 50.0], "50.000 ± 0"),
         ("rmse", [123456.0, 123456.25], "123,456.1 ± 0.2"),
+        ("accuracy", [0.5], "50.00%"),
+        ("accuracy", [0.5] * 5, "50.00% ± 0"),
         ("rounds", [40, 40], "40"),
+        ("rounds", [100, 100], "100"),
+        ("rounds", [100, 102], "101 ± 1"),
         ("bytes_up", [2**20, 2**20], "1.00"),
     ],
 )

@@ -114,24 +114,29 @@ def test_splits_of_their_own_are_corrected_for_the_overlap_of_their_training_set
         assert sentences == ([said[key]] if key in said else [])
 
 
-@pytest.mark.parametrize("values", [{0: 0.5}, {0: 0.5, 1: 0.6}, {7: 0.5}, {0: math.inf, 1: 0.5}])
-def test_without_a_spread_there_is_no_p_value(values: dict[int, float]) -> None:
-    found = paired(values, {0: 0.4, 1: 0.5})
-    assert all(map(math.isnan, (found.p, found.low, found.high)))
-    assert found.pairs == len(values.keys() & {0, 1})
-
-
-def test_two_pairs_have_a_difference_and_no_test() -> None:
+@pytest.mark.parametrize(
+    ("values", "others", "pairs", "difference"),
+    [
+        ({0: 0.5}, {0: 0.4, 1: 0.5}, 1, 0.1),
+        ({0: 0.5, 1: 0.6}, {0: 0.4, 1: 0.5}, 2, 0.1),
+        ({7: 0.5}, {0: 0.4, 1: 0.5}, 0, math.nan),
+        ({0: math.inf, 1: 0.5}, {0: 0.4, 1: 0.5}, 2, math.nan),
+        ({0: 0.75, 1: 0.5, 2: 0.25}, {0: 0.5, 1: 0.375}, 2, 0.1875),
+        (
+            {0: 340 / 359, 1: 337 / 359, 2: 331 / 359},
+            {0: 339 / 359, 1: 336 / 359, 2: 330 / 359},
+            3,
+            1 / 359,
+        ),
+    ],
+    ids=["one", "two", "none", "infinite", "two of three", "equal but for rounding"],
+)
+def test_fewer_than_three_pairs_or_equal_differences_have_no_p_value(
+    values: dict[int, float], others: dict[int, float], pairs: int, difference: float
+) -> None:
     """Student's t with one degree of freedom gives intervals of hundreds of points, and p values that say nothing."""
-    found = paired({0: 0.75, 1: 0.5, 2: 0.25}, {0: 0.5, 1: 0.375})
-    assert (found.pairs, found.difference) == (2, 0.1875)
-    assert all(map(math.isnan, (found.p, found.low, found.high)))
-
-
-def test_differences_that_are_equal_but_for_rounding_have_no_p_value() -> None:
-    """One of 359 test images more, with each of three seeds."""
-    found = paired({0: 340 / 359, 1: 337 / 359, 2: 331 / 359}, {0: 339 / 359, 1: 336 / 359, 2: 330 / 359})
-    assert (found.pairs, round(found.difference, 12)) == (3, round(1 / 359, 12))
+    found = paired(values, others)
+    assert (found.pairs, found.difference) == (pairs, pytest.approx(difference, rel=0, abs=1e-12, nan_ok=True))
     assert all(map(math.isnan, (found.p, found.low, found.high)))
 
 

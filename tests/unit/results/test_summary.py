@@ -118,12 +118,6 @@ def test_a_figure_that_is_not_finite_is_not_the_best() -> None:
     assert summary.values["best_test_loss"] == 2.0
 
 
-def test_an_unknown_task_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps(begun().to_json() | {"task": "ranking"}))
-    with pytest.raises(ValueError, match=r"summary\.json': task is 'ranking'; expected one of classification, binary"):
-        RunFolder(tmp_path).summary()
-
-
 @pytest.mark.parametrize(
     ("summary", "history"), [(begun(), []), (accounted(), HISTORY), (of_regression(), OF_REGRESSION)]
 )
@@ -137,11 +131,19 @@ def test_a_summary_comes_back_from_its_file(summary: Summary, history: list[dict
         assert folder.summary() == summary
 
 
-def test_a_file_without_a_required_key_is_refused_by_its_name(tmp_path: Path) -> None:
-    content = begun().to_json()
-    del content["seed"], content["model"]
-    (tmp_path / "summary.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"summary\.json': it lacks model, seed; restore"):
+@pytest.mark.parametrize(
+    ("lacking", "more", "message"),
+    [
+        ((), {"task": "ranking"}, r"task is 'ranking'; expected one of classification, binary"),
+        (("seed", "model"), {}, r"it lacks model, seed; restore"),
+    ],
+)
+def test_a_file_without_a_required_key_or_with_an_unknown_task_is_refused_by_its_name(
+    lacking: tuple[str, ...], more: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    content = {key: value for key, value in begun().to_json().items() if key not in lacking}
+    (tmp_path / "summary.json").write_text(json.dumps(content | more))
+    with pytest.raises(ValueError, match=rf"summary\.json': {message}"):
         RunFolder(tmp_path).summary()
 
 
