@@ -38,7 +38,7 @@ from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
 from fedbn_flwr.trees import Json
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
-Share = Annotated[float, Ge(0), Le(1), "a share of the nodes from 0 to 1"]
+Share = Annotated[float, Ge(0), Le(1)]  # of the nodes
 Nodes = Annotated[int, Ge(0), "a number of nodes"]
 Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]
 

@@ -190,7 +190,8 @@ def _built(cls: type[Strategy], name: str, options: Draft, section: str, default
         # The constructor of a rule checks the others itself.
         declared: Any = known[key].annotation
         if declared is not None and (key in limits or not issubclass(cls, Rule)):
-            declared = Annotated[declared, *limits[key]] if key in limits else declared
+            if key in limits:  # in place of the limits that it has in Python
+                declared = Annotated[getattr(declared, "__origin__", declared), *limits[key]]
             check(f"{section}.{key} of {name}", options[key], declared)
     options = {key: value for key, value in defaults.items() if key in known} | options
     try:

@@ -665,10 +665,10 @@ def test_initial_arrays_of_another_type_or_none_are_refused(
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: FedAvg(fraction_train=2.0), "fraction_train is 2.0; expected a share of the nodes from 0 to 1"),
+        (lambda: FedAvg(fraction_train=2.0), "fraction_train is 2.0; expected a number >= 0 and <= 1"),
         (lambda: FedAvg(min_train_nodes=-1), "min_train_nodes is -1; expected a number of nodes"),
         (lambda: FedAvg().start(None, ArrayRecord(), num_rounds="3"), "num_rounds is '3'; expected an integer"),
-        (lambda: FedAvg(FedAvg()), "fraction_train is .*FedAvg object.*; expected a share of the nodes from 0 to 1"),
+        (lambda: FedAvg(FedAvg()), "fraction_train is .*FedAvg object.*; expected a number >= 0 and <= 1"),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_named(make: Any, words: str) -> None:

@@ -1,9 +1,6 @@
-"""Legal but unusual under masks: a negative zero, a useless key, a strategy with a `start` of its own."""
+"""Legal but unusual under masks: a negative zero, a useless key, one client."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +12,7 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import partition_of
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.strategies import FedAvg, FixBN, Secure
-from tests.federation.test_foreign import with_start
 from tests.federation.test_odd_cohorts import NO_EVALUATION, Changed, grid, net, same, trained
-
-Federations = Callable[..., Any]
 
 
 def test_frozen_statistics_keep_the_sign_of_zero_under_secure_aggregation() -> None:
@@ -50,16 +44,6 @@ def test_each_stage_s_answer_has_the_partition() -> None:
 
     trained(Secure(FixBN(FedAvg(**NO_EVALUATION), freeze_round=1)), Changed(grid(4), QUERY, noted), 2)
     assert set(found) == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("wrap", [Secure, lambda s: Secure(FixBN(s, freeze_round=1))])
-def test_a_strategy_derived_from_ours_keeps_its_start(federation: Federations, wrap: Any) -> None:
-    fed, theirs = federation((8, 12)), with_start(FedAvg)()
-    own = wrap(theirs).start(fed.grid(), fed.arrays(), num_rounds=2)
-    plain = wrap(FedAvg()).start(fed.grid(), fed.arrays(), num_rounds=2)
-    assert theirs.seen == [2, 1, 2]
-    for key, value in unpack(plain.arrays).items():
-        np.testing.assert_array_equal(unpack(own.arrays)[key], value, key)
 
 
 def test_a_sum_of_one_client_has_a_reason_of_its_own() -> None:
