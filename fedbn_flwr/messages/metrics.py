@@ -15,14 +15,12 @@ def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
     """The mean of each metric over the clients that report it as one number, weighted by the metric `key`.
 
     A client leaves out a metric that is undefined on its examples, such as the AUC if all have one class. A metric
-    needs two clients, or half of them: one client cannot fill a run's files. Identifiers and numbers of examples have
-    no mean.
+    needs two clients, or half of them: one client cannot fill a run's files.
     """
     records = [metrics_of(content) for content in contents]
-    left_out = {protocol.PARTITION, protocol.BATCH_EXAMPLES, key}
     means: dict[str, Any] = {}
     for name in dict.fromkeys(name for record in records for name in record):
-        if name in left_out or name.endswith(protocol.NUM_EXAMPLES):  # for other test sets too
+        if name == key or not has_mean(name):
             continue
         own: list[tuple[Any, Any]] = [
             (record[name], record[key]) for record in records if not isinstance(record.get(name, []), list)
@@ -31,6 +29,11 @@ def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
         if total and len(own) >= min(2, len(records) / 2):
             means[name] = sum(value * (weight / total) for value, weight in own)
     return MetricRecord(means)
+
+
+def has_mean(name: str) -> bool:
+    """Whether a metric is neither an identifier nor a number of examples, such as that of another test set."""
+    return name not in (protocol.PARTITION, protocol.BATCH_EXAMPLES) and not name.endswith(protocol.NUM_EXAMPLES)
 
 
 def common_metrics(replies: Sequence[protocol.Config]) -> list[MetricRecord]:

@@ -14,6 +14,7 @@ from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed, log_once
 from fedbn_flwr.messages.aggregate import large_value
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.metrics import has_mean
 from fedbn_flwr.messages.quote import one_line
 from fedbn_flwr.messages.reply import Reply, partition_of, read_reply, reason_of, refusal
 
@@ -164,7 +165,7 @@ class Poll:
 
     def _warn_of_metrics(self, replies: Sequence[Reply]) -> None:
         """Name the clients that report no metric where most others do, once: its mean is over the others."""
-        counts = Counter(key for reply in replies for key in reply.metrics)
+        counts = Counter(key for reply in replies for key in reply.metrics if has_mean(key))
         for key, count in counts.items():
             for node, reply in zip(self.used, replies, strict=True) if 2 * count > len(replies) > count else ():
                 if key not in reply.metrics:
