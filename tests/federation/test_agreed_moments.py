@@ -20,6 +20,7 @@ from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import arrays_of
+from tests.support.federations import near
 from tests.support.images import picture, png
 
 SIZES = (40, 64, 33)
@@ -99,8 +100,7 @@ def test_sites_train_the_model_of_a_simulation_with_all_data(
     simulated, known = run(None, tmp_path / "all", **of_all(folders, strategy=strategy, evaluate={"server": True}))
     assert model == simulated
     assert described["normalise"] == known["normalise"]
-    for key, values in moments_of_all(folders).items():
-        np.testing.assert_allclose(described["normalise"][key], values, rtol=1e-12)
+    near(moments_of_all(folders), described["normalise"], rtol=1e-12)
 
 
 def test_nodes_with_parts_of_one_data_set_and_a_server_without_it_agree_too(folders: Path, tmp_path: Path) -> None:

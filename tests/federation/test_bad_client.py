@@ -25,12 +25,11 @@ from fedbn_flwr.messages.arrays import arrays_in, metrics_in, pack, unpack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics
 from tests.support.attacks import BAD, Attack, Hostile, Spoil, all_attacks
-from tests.support.federations import Arrays, same
+from tests.support.federations import Arrays, Federations, same
 from tests.support.hostile import MEASURING, RULES, cases, judge, kept_log, train
 from tests.support.marks import slow_except
 from tests.support.smallbatches import FedTAN
 
-Federations = Callable[..., Any]
 Case = tuple[str, str, Attack]  # rule, kind of message, attack
 ATTACKS = {attack.name: attack for attack in all_attacks()}
 NIGHTLY = pytest.mark.nightly

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, restore, state_of
 from strategies.fixbn import FREEZE, FixBNClient
 from tests.support.command import ROOT, python_blocks
+from tests.support.federations import Federations, near
 from tests.support.fixtures import Batches
 
-Federations = Callable[..., Any]
 GUIDE = ROOT / "docs" / "strategy-reference.md"
 SMOOTH, DOUBLED, TWICE = "fedbn.smooth", "fedbn.doubled", "fedbn.twice"
 
@@ -68,8 +68,7 @@ def test_fedgkd_equals_its_loop_by_hand(federation: Federations, fedgkd: Any) ->
         models.append({
             key: sum(n * state[key] for n, state in zip(counts, states, strict=True)) / sum(counts) for key in models[0]
         })  # fmt: skip
-    for key, value in unpack(found.arrays).items():
-        np.testing.assert_allclose(value, models[-1][key].numpy(), rtol=1e-10, atol=1e-12, err_msg=key)
+    near(unpack(found.arrays), models[-1], rtol=1e-10, atol=1e-12)
     # The reported loss has the term.
     assert found.train_metrics_clientapp[3]["train-loss"] == pytest.approx(sum(losses) / 20, rel=1e-10)
     plain = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=3)
@@ -167,8 +166,7 @@ def test_rules_change_the_loss_in_their_order(federation: Federations) -> None:
     twice = unpack(Asking(smooth=0.3, twice=True).start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
     fed.options["lr"] = 0.2
     once = unpack(Asking(smooth=0.3).start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
-    for key, value in once.items():
-        np.testing.assert_allclose(twice[key], value, rtol=1e-12, atol=1e-13)
+    near(once, twice, rtol=1e-12, atol=1e-13)
 
 
 def test_fedtan_s_first_step_has_the_term_too(federation: Federations) -> None:
@@ -191,8 +189,7 @@ def test_fedtan_s_first_step_has_the_term_too(federation: Federations) -> None:
             with torch.no_grad():
                 for parameter in union.parameters():
                     parameter -= 0.1 * parameter.grad
-        for key, value in found.items():
-            np.testing.assert_allclose(value, union.state_dict()[key], rtol=1e-9, atol=1e-12, err_msg=key)
+        near(found, union.state_dict(), rtol=1e-9, atol=1e-12)
 
 
 def test_a_term_that_calls_batch_norm_raises_an_error_in_fedtan_s_step(federation: Federations) -> None:

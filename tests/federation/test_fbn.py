@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import flwr.serverapp.strategy as flower
@@ -14,9 +13,8 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import SettingsError, log_once
 from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedTAN, FixBN, MeanStatistics, Private, Secure
-from tests.support.federations import Arrays, last_model, models_of
+from tests.support.federations import Arrays, Federations, last_model, models_of, near
 
-Federations = Callable[..., Any]
 OFF: dict[str, Any] = {"fraction_evaluate": 0.0}
 LR = 0.1
 
@@ -65,8 +63,7 @@ def twin(fed: Any, rounds: int, rate: float) -> dict[str, Tensor]:
 
 
 def check(found: Arrays, expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    for key, value in expected.items():
-        np.testing.assert_allclose(found[key], value.numpy(), rtol=tolerance, atol=tolerance, err_msg=key)
+    near(expected, found, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("rate", [0.1, 1.0])
@@ -79,8 +76,7 @@ def test_before_the_freeze_statistics_are_pooled_and_then_follow(federation: Fed
     fed = federation((6, 8), dtype=torch.float64, lr=LR)
     models = models_of(fed, FixBN(FedAvg(**OFF), freeze_round=2, refresh=0.1), 3)
     pooled = last_model(fed, FedAvg(statistics="pooled", **OFF), 2)
-    for key, value in pooled.items():
-        np.testing.assert_allclose(models[2][key], value, rtol=1e-12, atol=1e-14, err_msg=key)
+    near(pooled, models[2], rtol=1e-12, atol=1e-14)
     fed.model.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in models[2].items()}, strict=False)
     check(models[3], twin(fed, 1, 0.1))
 

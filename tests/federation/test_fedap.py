@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fedbn_flwr.strategies.fedap import mix  # type: ignore[import-untyped]
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord
 from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
@@ -23,12 +23,11 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.serialization import parse
 from fedbn_flwr.strategies import FedAP, FedAvg, FedBN, FedRDN, FixBN, Private, Scaffold, Secure
-from tests.support.federations import Arrays, models_of, replaced, same
+from tests.support.federations import Arrays, Federations, failing, models_of, near, noted_losses, replaced, same
 from tests.support.fixtures import Batches
 from tests.support.localnorm import by_hand, share
 from tests.support.plugin import RecordingGrid
 
-Federations = Callable[..., Any]
 SIZES = (6, 9, 14)
 LR = 0.2
 OWN = {"1.running_mean", "1.running_var", "1.weight", "1.bias", "5.running_mean", "5.running_var", "5.weight", "5.bias"}
@@ -109,18 +108,12 @@ def test_rounds_and_evaluations_equal_the_method_by_hand(
     federation: Federations, warmup: int, own_share: float
 ) -> None:
     fed = federation(SIZES, model=two_norms, dtype=torch.float64, lr=LR)
-    losses: list[float] = []
-
-    def mean(contents: list[RecordDict], key: str) -> MetricRecord:
-        losses[:] = [float(record["loss"]) for each in contents for record in each.metric_records.values()]  # type: ignore[arg-type]
-        return MetricRecord()
-
+    losses, mean = noted_losses()
     rule = FedAP(own_share=own_share, warmup_rounds=warmup, evaluate_metrics_aggr_fn=mean)
     found = models_of(fed, rule, 4)
     means, models = twin(fed, 4, warmup, own_share)
     for ours, theirs in zip(found, means, strict=True):
-        for key, value in ours.items():
-            np.testing.assert_allclose(value, theirs[key], rtol=1e-10, atol=1e-11, err_msg=key)
+        near(ours, theirs, rtol=1e-10, atol=1e-11)
     for loss, model, data in zip(losses, models, fed.data, strict=True):
         inputs, labels = (torch.cat([batch[i] for batch in data.batches]) for i in (0, 1))
         np.testing.assert_allclose(loss, F.cross_entropy(model.eval()(inputs), labels).item(), rtol=1e-10)
@@ -292,22 +285,14 @@ def test_inside_fedrdn_clients_measure_the_inputs_that_it_normalises(federation:
 
 def test_a_client_under_another_node_id_is_not_asked_again(federation: Federations) -> None:
     """The server has forgotten which node is which client, as after a resumed run, whose node ids are new."""
-    fed, kinds = federation(SIZES, model=two_norms, lr=LR), list[str]()
-
-    class Noting(LocalGrid):
-        def send_and_receive(self, messages: Any, *, timeout: Any = None) -> Any:
-            messages = [*messages]
-            kinds.extend(each.metadata.message_type for each in messages)
-            return super().send_and_receive(messages, timeout=timeout)
-
+    fed = federation(SIZES, model=two_norms, lr=LR)
     for rule in (FedAP(warmup_rounds=0), FedRDN(FedAvg())):
-        grid, arrays = Noting(fed.app(), 3), fed.arrays()
+        grid, arrays = RecordingGrid(fed.app(), 3), fed.arrays()
         rule.begin(2, arrays)
         for number in (1, 2):
-            kinds.clear()
             messages = [*rule.configure_train(number, arrays, ConfigRecord(), grid)]
             arrays, _ = rule.aggregate_train(number, grid.send_and_receive(messages))
-            assert (kinds.count(protocol.MEASURE_QUERY), kinds.count("train")) == (3 if number == 1 else 0, 3)
+            assert (grid.count(protocol.MEASURE_QUERY), grid.count("train")) == (3, 3 * number)
             rule.base.memory.partitions.clear()
 
 
@@ -371,12 +356,7 @@ class Halved(FedAvg):
 def test_a_class_with_a_model_for_each_client(federation: Federations) -> None:
     """With node ids that are not partitions; both train and are evaluated with what they received."""
     fed = federation((6, 9), model=two_norms, lr=0.0)
-    losses: list[float] = []
-
-    def mean(contents: list[RecordDict], key: str) -> MetricRecord:
-        losses[:] = [float(record["loss"]) for each in contents for record in each.metric_records.values()]  # type: ignore[arg-type]
-        return MetricRecord()
-
+    losses, mean = noted_losses()
     rule = Halved(evaluate_metrics_aggr_fn=mean)
     app, begun = watched(fed, lambda client, number: False)
     models = models_of(fed, rule, 1, grid=LocalGrid(app, 2, node_ids=[70, 5]))
@@ -416,14 +396,8 @@ def test_a_node_whose_partition_is_not_known_yet_is_not_taken_for_the_client_of_
 ) -> None:
     """Node 1, with partition 0, cannot answer in round 1; nodes 2 and 3 answer as clients 1 and 2."""
     fed, first = federation(SIZES, model=two_norms, lr=LR), True
-
-    def make(context: Context) -> BNClient:
-        nonlocal first
-        if first and context.node_id == 1:
-            raise OSError("its memory is full")
-        return fed.make_client(context)  # type: ignore[no-any-return]
-
-    rule, grid, arrays = FedAP(warmup_rounds=0), fed.grid(client_app(make)), fed.arrays()
+    app = failing(fed, lambda client, config: first and client == 0, OSError("its memory is full"))
+    rule, grid, arrays = FedAP(warmup_rounds=0), fed.grid(app), fed.arrays()
     rule.begin(2, arrays)
     for number, known in ((1, [1, 2]), (2, [0, 1, 2])):
         messages = [*rule.configure_train(number, arrays, ConfigRecord(), grid)]

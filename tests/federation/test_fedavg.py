@@ -20,11 +20,9 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.metrics import mean_of_metrics
 from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
-from tests.support.federations import same
+from tests.support.federations import Arrays, Federations, failing, last_model, near, same
 from tests.support.plugin import RecordingGrid
 
-Federations = Callable[..., Any]
-Arrays = dict[str, np.ndarray]
 SIZES = (8, 12, 6, 10, 14)
 IDS = [90210, 17, 4, 2**62, 555]  # random and unordered, as Flower's are
 
@@ -45,10 +43,13 @@ def mean_of(fed: Any, partitions: list[int]) -> Arrays:
     }
 
 
+def mean32_of(fed: Any, partitions: list[int]) -> Arrays:
+    return {key: value.astype(np.float32) for key, value in mean_of(fed, partitions).items()}
+
+
 def assert_bits(one: ArrayRecord, two: ArrayRecord) -> None:
     assert list(one) == list(two)
-    for key in one:
-        assert one[key].numpy().tobytes() == two[key].numpy().tobytes(), key
+    assert same(unpack(one), unpack(two))
 
 
 def spoilt(fed: Any, partitions: set[int], change: Callable[[RecordDict], None]) -> ClientApp:
@@ -80,31 +81,23 @@ def test_it_is_flower_s_fedavg() -> None:
 
 def test_one_round_equals_the_mean_by_hand(federation: Federations) -> None:
     fed = federation((8, 12), lr=0.2, momentum=0.5, epochs=2)
-    result = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=1)
-    found, expected = unpack(result.arrays), mean_of(fed, [0, 1])
+    found, expected = last_model(fed, FedAvg(), 1), mean32_of(fed, [0, 1])
     assert list(found) == list(expected)
-    for key, value in found.items():
-        assert value.dtype == np.float32
-        np.testing.assert_array_equal(value, expected[key].astype(np.float32), key)
+    assert {value.dtype for value in found.values()} == {np.dtype(np.float32)}
+    near(found, expected)
 
 
 def test_two_rounds_equal_two_means_by_hand(federation: Federations) -> None:
     fed = federation((8, 12, 6), dtype=torch.float64)
-    result = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
     after_one = copy.deepcopy(fed)
     state = {key: torch.from_numpy(value.copy()) for key, value in mean_of(fed, [0, 1, 2]).items()}
     after_one.model.load_state_dict(state, strict=False)
-    for key, value in unpack(result.arrays).items():
-        np.testing.assert_allclose(value, mean_of(after_one, [0, 1, 2])[key], rtol=1e-12, atol=1e-14)
+    near(last_model(fed, FedAvg(), 2), mean_of(after_one, [0, 1, 2]), rtol=1e-12, atol=1e-14)
 
 
 def test_one_client_equals_local_training(federation: Federations) -> None:
     fed = federation((8,))
-    result = FedAvg(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1).start(
-        fed.grid(), fed.arrays(), num_rounds=1
-    )
-    for key, value in unpack(result.arrays).items():
-        np.testing.assert_array_equal(value, trained(fed, 0)[key])
+    near(last_model(fed, FedAvg(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1), 1), trained(fed, 0))
 
 
 def test_metrics_are_means_weighted_by_examples(federation: Federations) -> None:
@@ -185,17 +178,13 @@ def chosen(fed: Any, node_ids: list[int] | None, rounds: int = 4, **options: Any
     return [sorted(partition for number, partition in seen if number == n) for n in range(1, rounds + 1)]
 
 
-def test_node_ids_do_not_change_which_partitions_participate(federation: Federations) -> None:
+def test_the_seed_and_no_node_ids_determine_which_partitions_participate(federation: Federations) -> None:
     fed = federation((4,) * 5)
     first = chosen(fed, None, fraction_train=0.4)
     assert [len(partitions) for partitions in first] == [2] * 4
     assert len(set(map(tuple, first))) > 1, "rounds differ"
     for ids in (IDS, IDS[::-1], [5, 3, 1, 2, 4]):
         assert chosen(fed, ids, fraction_train=0.4) == first
-
-
-def test_partial_participation_depends_on_the_seed(federation: Federations) -> None:
-    fed = federation((4,) * 5)
     assert chosen(fed, None, fraction_train=0.4, seed=1) != chosen(fed, None, fraction_train=0.4, seed=2)
 
 
@@ -269,10 +258,7 @@ def test_a_reply_that_cannot_be_used_is_left_out_and_named(
 ) -> None:
     change, words = SPOILS[name]
     fed = federation((8, 12, 6))
-    result = FedAvg().start(fed.grid(spoilt(fed, {1}, change)), fed.arrays(), num_rounds=1)
-    expected = mean_of(fed, [0, 2])
-    for key, value in unpack(result.arrays).items():
-        np.testing.assert_array_equal(value, expected[key].astype(np.float32), key)
+    near(last_model(fed, FedAvg(), 1, fed.grid(spoilt(fed, {1}, change))), mean32_of(fed, [0, 2]))
     (line,) = [r.getMessage() for r in flower_log.records if "left out" in r.getMessage()]
     assert line.startswith("round 1: left out ")
     assert "node 2" in line
@@ -284,14 +270,8 @@ def test_a_client_that_fails_is_left_out_and_named(
 ) -> None:
     fed = federation((8, 12, 6))
 
-    def make(context: Context) -> BNClient:
-        if context.node_config["partition-id"] == 0:
-            raise OSError("disk full")
-        return fed.make_client(context)
-
-    result = FedAvg().start(fed.grid(client_app(make)), fed.arrays(), num_rounds=1)
-    for key, value in unpack(result.arrays).items():
-        np.testing.assert_array_equal(value, mean_of(fed, [1, 2])[key].astype(np.float32), key)
+    app = failing(fed, lambda client, config: client == 0, OSError("disk full"))
+    near(last_model(fed, FedAvg(), 1, fed.grid(app)), mean32_of(fed, [1, 2]))
     lines = [record.getMessage() for record in flower_log.records]
     assert any("client 0 could not train: OSError: disk full" in line for line in lines)
     assert any("client 0 could not evaluate: OSError: disk full" in line for line in lines)
@@ -299,9 +279,7 @@ def test_a_client_that_fails_is_left_out_and_named(
 
 def test_a_client_of_weight_zero_counts_for_nothing(federation: Federations) -> None:
     fed = federation((8, 12, 6))
-    result = FedAvg().start(fed.grid(spoilt(fed, {2}, change_count(0))), fed.arrays(), num_rounds=1)
-    for key, value in unpack(result.arrays).items():
-        np.testing.assert_array_equal(value, mean_of(fed, [0, 1])[key].astype(np.float32), key)
+    near(last_model(fed, FedAvg(), 1, fed.grid(spoilt(fed, {2}, change_count(0)))), mean32_of(fed, [0, 1]))
 
 
 def test_too_few_usable_replies_end_the_run_with_their_reasons(federation: Federations) -> None:
@@ -334,12 +312,10 @@ def test_a_reason_names_its_client_once(federation: Federations, flower_log: pyt
 
 
 def test_all_clients_failing_is_never_an_empty_success(federation: Federations) -> None:
-    def make(context: Context) -> BNClient:
-        raise OSError("no data\nhere")
-
     fed = federation()
+    app = failing(fed, lambda client, config: True, OSError("no data\nhere"))
     with pytest.raises(RunFailed, match=r"0 of 2 clients sent a usable reply(.|\n)*OSError: no data here"):
-        FedAvg().start(fed.grid(client_app(make)), fed.arrays(), num_rounds=1)
+        FedAvg().start(fed.grid(app), fed.arrays(), num_rounds=1)
 
 
 def test_clients_that_do_not_answer_in_time_are_named(federation: Federations) -> None:
@@ -366,8 +342,7 @@ def test_replies_are_left_unmodified(federation: Federations) -> None:
     before = [unpack(reply.content["arrays"]) for reply in replies]
     strategy.aggregate_train(1, replies)
     for reply, old in zip(replies, before, strict=True):
-        for key, value in unpack(reply.content["arrays"]).items():
-            np.testing.assert_array_equal(value, old[key])
+        near(unpack(reply.content["arrays"]), old)
         assert "partition-id" in reply.content["client"]
 
 
@@ -444,8 +419,7 @@ def test_flower_s_own_fedavg_drives_our_client(federation: Federations) -> None:
     fed = federation(SIZES)
     ours = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
     theirs = flower.FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
-    for key, value in unpack(theirs.arrays).items():
-        np.testing.assert_allclose(value, unpack(ours.arrays)[key], rtol=1e-4, atol=1e-5)
+    near(unpack(theirs.arrays), unpack(ours.arrays), rtol=1e-4, atol=1e-5)
     assert theirs.train_metrics_clientapp[2]["train-loss"] == pytest.approx(
         ours.train_metrics_clientapp[2]["train-loss"], rel=1e-4
     )
@@ -456,8 +430,7 @@ def test_flower_s_own_fedprox_drives_our_client(federation: Federations) -> None
     theirs = flower.FedProx(proximal_mu=2.0).start(fed.grid(), fed.arrays(), num_rounds=2)
     ours = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2, train_config=ConfigRecord({"proximal-mu": 2.0}))
     plain = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
-    for key, value in unpack(theirs.arrays).items():
-        np.testing.assert_allclose(value, unpack(ours.arrays)[key], rtol=1e-4, atol=1e-5)
+    near(unpack(theirs.arrays), unpack(ours.arrays), rtol=1e-4, atol=1e-5)
     moved, held = (
         sum(float(np.square(unpack(r.arrays)[k] - v).sum()) for k, v in unpack(fed.arrays()).items() if "run" not in k)
         for r in (plain, theirs)
@@ -637,8 +610,7 @@ def test_metric_functions_receive_the_whole_content_of_used_replies(federation: 
         assert [content["figures"].get("own") for content in contents] == [1.5, None]
         assert [content["figures"]["num-examples"] for content in contents] == [8, 12]
     for content, partition in zip(training.calls[0][0], (0, 1), strict=True):
-        for name, value in trained(fed, partition).items():
-            np.testing.assert_array_equal(unpack(content["arrays"])[name], value)
+        near(trained(fed, partition), unpack(content["arrays"]))
     assert result.train_metrics_clientapp[1] == result.evaluate_metrics_clientapp[1] == MetricRecord({"sites": 2})
 
 

@@ -14,7 +14,6 @@ import torchvision
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 from torch import nn
-from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
 from fedbn_flwr.engines.metered import MeteredGrid
@@ -22,11 +21,10 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN, Standalone, Traits
-from tests.support.federations import replaced
+from tests.support.federations import Federations, last_model, near, replaced, same
 from tests.support.foreign import Foreign
-from tests.support.localnorm import by_hand
+from tests.support.localnorm import by_hand, loss_of
 
-Federations = Callable[..., Any]
 STATISTICS = {"1.running_mean", "1.running_var"}
 AFFINE = {"1.weight", "1.bias"}
 SHARED = {"0.weight", "4.weight", "4.bias"}
@@ -62,7 +60,7 @@ def test_a_flower_project_s_clients_store_their_state_in_the_folder_of_the_node_
 
 
 @every_rule
-def test_three_rounds_equal_the_rule_by_hand(federation: Federations, rule: str) -> None:
+def test_three_rounds_and_their_evaluation_equal_the_rule_by_hand(federation: Federations, rule: str) -> None:
     make, local = RULES[rule]
     fed = federation((8, 12), dtype=torch.float64, lr=0.2)
     app, clients = at_work(fed)
@@ -70,29 +68,13 @@ def test_three_rounds_equal_the_rule_by_hand(federation: Federations, rule: str)
     mean, models = by_hand(fed, 3, local)
     found = unpack(result.arrays)
     assert set(found) == STATISTICS | AFFINE | SHARED
-    for key, value in found.items():
-        np.testing.assert_allclose(value, mean[key].numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
+    near(found, mean, rtol=1e-11, atol=1e-13)
     # The last message of each client was an evaluation: its model is as the next round would load it.
     for node, model in zip((1, 2), models, strict=True):
-        own = clients[node].model.state_dict()
-        for key, value in model.state_dict().items():
-            np.testing.assert_allclose(own[key].numpy(), value.numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
+        near(model.state_dict(), clients[node].model.state_dict(), rtol=1e-11, atol=1e-13)
     for key in local:
         assert not np.allclose(*(clients[node].model.state_dict()[key].numpy() for node in (1, 2))), key
-
-
-@every_rule
-def test_clients_are_evaluated_with_their_own_batch_norm(federation: Federations, rule: str) -> None:
-    make, local = RULES[rule]
-    fed = federation((8, 12), dtype=torch.float64, lr=0.2)
-    result = make().start(fed.grid(), fed.arrays(), num_rounds=2)
-    _, models = by_hand(fed, 2, local)
-    losses = []
-    for model, data in zip(models, fed.data, strict=True):
-        inputs, labels = (torch.cat([batch[i] for batch in data.batches]) for i in (0, 1))
-        losses.append(F.cross_entropy(model.eval()(inputs), labels).item())
-    expected = (8 * losses[0] + 12 * losses[1]) / 20
-    assert result.evaluate_metrics_clientapp[2]["loss"] == pytest.approx(expected, rel=1e-11)
+    assert result.evaluate_metrics_clientapp[3]["loss"] == pytest.approx(loss_of(fed, models), rel=1e-11)
 
 
 def private(strategy: Strategy) -> Strategy:
@@ -107,8 +89,7 @@ def test_a_second_run_of_the_same_nodes_equals_the_first(federation: Federations
     fed = federation((8, 12))
     grid = fed.grid()
     first, second = (around(RULES[rule][0]()).start(grid, fed.arrays(), num_rounds=2) for _ in range(2))
-    for key, value in unpack(first.arrays).items():
-        assert unpack(second.arrays)[key].tobytes() == value.tobytes(), key
+    assert same(unpack(second.arrays), unpack(first.arrays))
     assert second.evaluate_metrics_clientapp == first.evaluate_metrics_clientapp
 
 
@@ -242,10 +223,7 @@ def test_local_keys_are_never_sent_down_and_initial_sends_none_up(federation: Fe
 def test_arrays_that_clients_do_not_send_may_be_inside_mean_statistics(federation: Federations) -> None:
     fed = federation((8, 12))
     rule = functools.partial(FedAvg, kept="affine", global_kept="initial")
-    alone, inside = rule(), MeanStatistics(rule())
-    first, second = (strategy.start(fed.grid(), fed.arrays(), num_rounds=2) for strategy in (alone, inside))
-    for key, value in unpack(first.arrays).items():
-        assert unpack(second.arrays)[key].tobytes() == value.tobytes(), key
+    assert same(last_model(fed, MeanStatistics(rule()), 2), last_model(fed, rule(), 2))
 
 
 @every_rule
@@ -253,10 +231,7 @@ def test_initial_keeps_the_global_model_s_batch_norm(federation: Federations, ru
     make, local = RULES[rule]
     fed = federation((8, 12))
     first = unpack(fed.arrays())
-    initial, average = (
-        unpack(make(global_norm=choice).start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
-        for choice in ("initial", "average")
-    )
+    initial, average = (last_model(fed, make(global_norm=choice), 2) for choice in ("initial", "average"))
     for key in initial:
         assert (initial[key].tobytes() == first[key].tobytes()) == (key in local), key
         assert (initial[key].tobytes() == average[key].tobytes()) == (key not in local), key
@@ -273,15 +248,9 @@ def test_a_client_that_cannot_send_its_batch_norm_back_is_named(federation: Fede
         FedBN().start(LocalGrid(client_app(lambda context: Foreign()), 2), fed.arrays(), num_rounds=1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"global_norm": "mean"}, "global_norm is 'mean'; expected 'average' or 'initial'"),
-    ],
-)
-def test_arguments_that_mean_nothing_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        FedBN(**arguments)
+def test_a_global_norm_that_means_nothing_is_refused() -> None:
+    with pytest.raises(SettingsError, match="global_norm is 'mean'; expected 'average' or 'initial'"):
+        FedBN(global_norm="mean")
 
 
 # --- composed ----------------------------------------------------------------

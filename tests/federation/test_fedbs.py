@@ -13,9 +13,9 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FedBS, FedProx
+from tests.support.federations import Federations, near, same
 from tests.support.records import between
 
-Federations = Callable[..., Any]
 Arrays = dict[str, np.ndarray]
 Losses = Callable[[int, int], Any]  # of (round, partition); None: the reply has no loss
 
@@ -52,8 +52,7 @@ def strategy(**options: Any) -> FedBS:
 
 
 def assert_close(found: Arrays, expected: Arrays) -> None:
-    for key, value in found.items():
-        np.testing.assert_allclose(value, expected[key], rtol=1e-12, atol=1e-14, err_msg=key)
+    near(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_the_mean_is_weighted_by_the_losses(federation: Federations) -> None:
@@ -89,8 +88,7 @@ def test_equal_losses_and_equal_sizes_equal_fedavg_bit_for_bit(
     fed = federation((6,) * clients)
     ours = Trace(fed, strategy(), 3, lambda r, i: loss)
     theirs = Trace(fed, FedAvg(fraction_evaluate=0.0), 3, lambda r, i: loss)
-    for key, value in theirs.models[3].items():
-        assert value.tobytes() == ours.models[3][key].tobytes(), key
+    assert same(theirs.models[3], ours.models[3])
 
 
 # --- the switch --------------------------------------------------------------

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import flwr.serverapp.strategy as flower
 import numpy as np
@@ -15,9 +13,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.strategies import FedAvg, FedProx
-from tests.support.federations import last_model, same
-
-Federations = Callable[..., Any]
+from tests.support.federations import Federations, last_model, near, same
 
 
 def test_mu_of_zero_is_fedavg(federation: Federations) -> None:
@@ -50,8 +46,7 @@ def test_flowers_own_fedprox_asks_our_client_for_the_same(federation: Federation
     fed = federation((6, 6), lr=0.1)
     ours = last_model(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.4), 3)
     theirs = last_model(fed, flower.FedProx(fraction_evaluate=0.0, proximal_mu=0.4), 3)
-    for key, value in ours.items():
-        np.testing.assert_allclose(value, theirs[key], rtol=1e-5, atol=1e-6)
+    near(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_negative_mu_is_refused() -> None:
@@ -78,5 +73,4 @@ def test_group_norm_with_one_local_step_is_centralised_sgd(federation: Federatio
         F.cross_entropy(twin(x), y).backward()
         optimizer.step()
     ours = last_model(fed, FedAvg(fraction_evaluate=0.0), 10)
-    for key, value in twin.state_dict().items():
-        np.testing.assert_allclose(ours[key], value.numpy(), rtol=1e-10, atol=1e-12)
+    near(twin.state_dict(), ours, rtol=1e-10, atol=1e-12)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ConfigRecord
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,11 +20,10 @@ from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.serialization import parse
 from fedbn_flwr.strategies import FedAvg, FedBN, FedRDN, FedRep, FedTAN, Secure
-from tests.support.federations import models_of, replaced, same
+from tests.support.federations import Federations, models_of, near, noted_losses, replaced, same
 from tests.support.fixtures import Batches
 from tests.support.localnorm import share
 
-Federations = Callable[..., Any]
 SIZES = (6, 9, 14)
 LR = 0.1
 
@@ -74,10 +73,12 @@ def twin(fed: Any, rounds: int, kind: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["image", "batch"])
 def test_rounds_equal_the_method_by_hand(federation: Federations, kind: Any) -> None:
     fed = federation(SIZES, dtype=torch.float64, lr=LR)
-    found = models_of(fed, FedRDN(FedAvg(fraction_evaluate=0.0), drawn=kind), 3)[-1]
-    expected = twin(fed, 3, kind)
-    for key, value in found.items():
-        np.testing.assert_allclose(value, expected[key].numpy(), rtol=1e-11, atol=1e-12, err_msg=key)
+    near(
+        models_of(fed, FedRDN(FedAvg(fraction_evaluate=0.0), drawn=kind), 3)[-1],
+        twin(fed, 3, kind),
+        rtol=1e-11,
+        atol=1e-12,
+    )
 
 
 def test_every_image_has_the_pair_of_one_client_and_all_occur_in_other_draws_each_round(
@@ -109,12 +110,7 @@ def test_every_image_has_the_pair_of_one_client_and_all_occur_in_other_draws_eac
 
 def test_clients_are_tested_with_their_own_pair(federation: Federations) -> None:
     fed = federation(SIZES, dtype=torch.float64, lr=LR)
-    losses: list[float] = []
-
-    def means(contents: list[RecordDict], key: str) -> MetricRecord:
-        losses.extend(float(record["loss"]) for content in contents for record in content.metric_records.values())  # type: ignore[arg-type]
-        return MetricRecord()
-
+    losses, means = noted_losses()
     model = copy.deepcopy(fed.model).eval()
     last = models_of(fed, FedRDN(FedAvg(evaluate_metrics_aggr_fn=means)), 1)[-1]
     model.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in last.items()}, strict=False)
@@ -182,116 +178,77 @@ def test_a_question_without_a_client_rule_that_measures_is_an_error() -> None:
         client.measure_round({"fedbn.clip": 0.1})
 
 
-class Wrong(BNClient):
-    scale = 0.0
-
-    def measure_round(self, config: Any, *rest: Any) -> Any:
-        found = super().measure_round(config, *rest)
-        if self.identity["partition-id"] == 0:
-            found.arrays["scale"] = np.full_like(found.arrays["scale"], self.scale)
-        return found
+Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, 5e-324])
-def test_a_scale_that_is_not_above_zero_in_float32_is_left_out(
-    federation: Federations, monkeypatch: pytest.MonkeyPatch, scale: float
-) -> None:
-    monkeypatch.setattr(Wrong, "scale", scale)
-    fed = federation(SIZES)
-    app = client_app(lambda context: Wrong(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
-    rule = FedRDN(FedAvg(fraction_evaluate=0.0))
-    rule.start(LocalGrid(app, 3), fed.arrays(), num_rounds=1)
-    assert sorted(rule.memory.pairs) == [1, 2]
+def changing(fed: Any, change: Change, of: tuple[int, ...] = (0, 1, 2), late: int | None = None) -> LocalGrid:
+    """The pairs of some clients are changed; the client `late` is absent from round 1."""
+
+    class Changed(BNClient):
+        def measure_round(self, config: Any, *rest: Any) -> Any:
+            found = super().measure_round(config, *rest)
+            if self.identity["partition-id"] in of:
+                found.arrays = {**found.arrays, **change(found.arrays)}
+            return found
+
+    def make(context: Any, config: Any) -> BNClient:
+        if context.node_config["partition-id"] == late and config.get("server-round") == 1:
+            raise OSError("not there yet")
+        return Changed(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context)
+
+    return LocalGrid(client_app(make), 3)
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, np.int64])
 def test_a_pair_that_is_not_of_floats_is_refused_also_from_the_first_client(
     federation: Federations, dtype: Any
 ) -> None:
-    class Other(BNClient):
-        def measure_round(self, config: Any, *rest: Any) -> Any:
-            found = super().measure_round(config, *rest)
-            found.arrays = {key: np.ones_like(value, dtype) for key, value in found.arrays.items()}
-            return found
-
     fed = federation(SIZES)
-    app = client_app(lambda context: Other(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
+    grid = changing(fed, lambda pair: {key: np.ones_like(value, dtype) for key, value in pair.items()})
     with pytest.raises(RunFailed, match="no client sent mean and deviation of its inputs"):
-        FedRDN(FedAvg()).start(LocalGrid(app, 3), fed.arrays(), num_rounds=1)
+        FedRDN(FedAvg()).start(grid, fed.arrays(), num_rounds=1)
 
 
-class Far(BNClient):
-    """Client 2 sends a pair that is finite and well formed, and 1,000 times too large; or values that are absurd."""
-
-    factor = 1e3
-
-    def measure_round(self, config: Any, *rest: Any) -> Any:
-        found = super().measure_round(config, *rest)
-        if self.identity["partition-id"] == 2:
-            found.arrays["mean"] = found.arrays["mean"] * self.factor
-        return found
+def far(factor: float, *keys: str) -> Change:
+    return lambda pair: {key: pair[key] * factor for key in keys}
 
 
-class Absurd(Far):
-    factor = 1e20
-
-
-class FarAndNarrow(Far):
-    """Each of the two is possible, but their product moves all clients' inputs 1e16 deviations away."""
-
-    factor = 1e8
-
-    def measure_round(self, config: Any, *rest: Any) -> Any:
-        found = super().measure_round(config, *rest)
-        if self.identity["partition-id"] == 2:
-            found.arrays["scale"] = found.arrays["scale"] * self.factor
-        return found
-
-
-class Narrow(Wrong):
-    """Its deviation is so small that it would enlarge all clients' inputs; or zero in float32."""
-
-    scale = 1e6
-
-
-class Narrowest(Wrong):
-    scale = 1e60
+def scale(value: float) -> Change:
+    return lambda pair: {"scale": np.full_like(pair["scale"], value)}
 
 
 @pytest.mark.parametrize(
-    ("client", "bounds", "left"),
+    ("change", "of", "bounds", "late"),
     [
-        (Far, None, [0, 1, 2]),
-        (Far, {"plausible": 10}, [0, 1]),
-        (Absurd, None, [0, 1]),
-        (FarAndNarrow, None, [0, 1]),
-        (Absurd, {"plausible": 10}, [0, 1]),
-        (Narrow, {"plausible": 10}, [1, 2]),
-        (Narrowest, None, [1, 2]),
+        # A scale that is not above zero in float32.
+        (scale(0.0), 0, None, None),
+        (scale(-1.0), 0, None, None),
+        (scale(5e-324), 0, None, None),
+        # A deviation so small that it would enlarge all clients' inputs; or zero in float32.
+        (scale(1e6), 0, {"plausible": 10}, None),
+        (scale(1e60), 0, None, None),
+        # Finite and well formed, and 1,000 times too large; or absurd, also where the client is alone in its round.
+        (far(1e3, "mean"), 2, {"plausible": 10}, None),
+        (far(1e20, "mean"), 2, {"plausible": 10}, None),
+        (far(1e20, "mean"), 2, None, None),
+        (far(1e20, "mean"), 2, None, 2),
+        # Each of the two is possible, but their product moves all clients' inputs 1e16 deviations away.
+        (far(1e8, "mean", "scale"), 2, None, None),
     ],
 )
 def test_a_far_pair_is_left_out_by_plausible_and_an_absurd_one_always(
-    federation: Federations, client: Any, bounds: Any, left: list[int]
+    federation: Federations, change: Change, of: int, bounds: Any, late: int | None
 ) -> None:
     fed = federation(SIZES)
-    app = client_app(lambda context: client(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
     rule = FedRDN(FedAvg(fraction_evaluate=0.0, bounds=bounds))
-    rule.start(LocalGrid(app, 3), fed.arrays(), num_rounds=1)
-    assert sorted(rule.memory.pairs) == left
+    rule.start(changing(fed, change, (of,), late), fed.arrays(), num_rounds=1 if late is None else 2)
+    assert sorted(rule.memory.pairs) == [client for client in range(3) if client != of]
 
 
-def test_an_answer_that_comes_later_is_compared_with_the_earlier_ones(federation: Federations) -> None:
-    """Client 2 is alone in its round."""
-    fed = federation(SIZES)
-
-    def make(context: Any, config: Any) -> BNClient:
-        if context.node_config["partition-id"] == 2 and config.get("server-round") == 1:
-            raise OSError("not there yet")
-        return Absurd(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context)
-
-    rule = FedRDN(FedAvg(fraction_evaluate=0.0))
-    rule.start(LocalGrid(client_app(make), 3), fed.arrays(), num_rounds=2)
-    assert sorted(rule.memory.pairs) == [0, 1]
+def test_without_plausible_a_far_pair_counts(federation: Federations) -> None:
+    fed, rule = federation(SIZES), FedRDN(FedAvg(fraction_evaluate=0.0))
+    rule.start(changing(fed, far(1e3, "mean"), (2,)), fed.arrays(), num_rounds=1)
+    assert sorted(rule.memory.pairs) == [0, 1, 2]
 
 
 def test_an_experiment_tests_the_clients_of_all_its_runs(tmp_path: Path) -> None:

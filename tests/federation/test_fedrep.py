@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,10 +16,9 @@ from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedRep, FixBN, GlobalMomentum, Secure
-from tests.support.federations import replaced
+from tests.support.federations import Federations, last_model, near, replaced
 from tests.support.localnorm import share
 
-Federations = Callable[..., Any]
 State = dict[str, torch.Tensor]
 HEAD = ("4.weight", "4.bias")
 
@@ -57,12 +54,9 @@ def test_three_rounds_equal_the_method_by_hand(
     app, clients = replaced(fed)
     result = FedRep(head_epochs=3, **options).start(fed.grid(app), fed.arrays(), num_rounds=3)
     mean, models = by_hand(fed, 3, head, 3)
-    for key, value in unpack(result.arrays).items():
-        np.testing.assert_allclose(value, mean[key].numpy(), rtol=1e-10, atol=1e-12, err_msg=key)
+    near(unpack(result.arrays), mean, rtol=1e-10, atol=1e-12)
     for node, model in zip((1, 2), models, strict=True):
-        own = clients[node].model.state_dict()
-        for key, value in model.state_dict().items():
-            np.testing.assert_allclose(own[key].numpy(), value.numpy(), rtol=1e-10, atol=1e-12, err_msg=key)
+        near(model.state_dict(), clients[node].model.state_dict(), rtol=1e-10, atol=1e-12)
 
 
 def test_after_a_round_all_parameters_train_again(federation: Federations) -> None:
@@ -92,12 +86,8 @@ def test_a_head_without_parameters_raises_an_error(federation: Federations) -> N
 
 def test_others_are_around_it(federation: Federations) -> None:
     fed = federation((8, 12), momentum=0.9)
-    plain, masked = (
-        unpack(each.start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
-        for each in (FedRep(head_epochs=1), Secure(FedRep(head_epochs=1)))
-    )
-    for key, value in plain.items():
-        np.testing.assert_allclose(masked[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
+    plain, masked = (last_model(fed, each, 2) for each in (FedRep(head_epochs=1), Secure(FedRep(head_epochs=1))))
+    near(plain, masked, rtol=1e-5, atol=1e-6)
     momentum = GlobalMomentum(FedRep(head_epochs=1))
     momentum.start(fed.grid(), fed.arrays(), num_rounds=2)
     assert momentum.memory.momentum.keys() == {"0.weight", "1.weight", "1.bias"}

@@ -7,7 +7,6 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import flwr.serverapp.strategy as flower
@@ -22,9 +21,8 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN
-from tests.support.federations import Arrays, models_of
+from tests.support.federations import Arrays, Federations, failing, models_of, near
 
-Federations = Callable[..., Any]
 STATISTICS = {"1.running_mean", "1.running_var"}
 AFFINE = {"1.weight", "1.bias"}
 WEIGHTS = {"0.weight", "4.weight", "4.bias"}
@@ -88,26 +86,13 @@ def test_evaluation_is_not_asked_to_freeze(federation: Federations) -> None:
     assert len(seen) == 4
 
 
-def test_freezing_after_the_last_round_equals_the_base_bit_for_bit(federation: Federations) -> None:
+def test_freezing_changes_what_is_learned_but_after_the_last_round(federation: Federations) -> None:
     fed = federation((8, 12), momentum=0.9)
-    for freeze_round in (3, 1.0):
-        assert not moved(
-            models_of(fed, FedAvg(), 3)[-1], models_of(fed, FixBN(FedAvg(), freeze_round=freeze_round), 3)[-1]
-        )
-
-
-def test_freezing_changes_what_is_learned(federation: Federations) -> None:
-    fed = federation((8, 12))
-    assert (
-        moved(models_of(fed, FedAvg(), 2)[-1], models_of(fed, FixBN(FedAvg(), freeze_round=1), 2)[-1])
-        >= WEIGHTS | AFFINE
+    plain, early, *late = (
+        models_of(fed, rule, 3)[-1] for rule in (FedAvg(), *(FixBN(FedAvg(), freeze_round=at) for at in (1, 3, 1.0)))
     )
-
-
-def test_freezing_after_more_rounds_than_there_are_is_refused(federation: Federations) -> None:
-    fed = federation()
-    with pytest.raises(SettingsError, match="freeze_round is 4, but there are 3 rounds; expected 0 to 3"):
-        models_of(fed, FixBN(FedAvg(), freeze_round=4), 3)
+    assert moved(plain, early) >= WEIGHTS | AFFINE
+    assert [moved(plain, each) for each in late] == [set(), set()]
 
 
 @pytest.mark.parametrize("freeze_round", [-1, -0.5, 1.5, True, "half", None, float("nan")])
@@ -163,9 +148,12 @@ def test_it_freezes_once_the_changes_of_the_statistics_vary_little(federation: F
         ({"window": 1, "below": 1}, "window 1; expected a whole number >= 2"),
         ({"window": 2.5, "below": 1}, "window 2.5; expected a whole number >= 2"),
         ({"window": 9, "below": 1}, "window 9, but there are 3 rounds"),
+        (4, "freeze_round is 4, but there are 3 rounds; expected 0 to 3"),
     ],
 )
-def test_a_window_that_cannot_settle_is_refused(federation: Federations, settled: Any, problem: str) -> None:
+def test_a_round_that_does_not_come_or_a_window_that_cannot_settle_is_refused(
+    federation: Federations, settled: Any, problem: str
+) -> None:
     with pytest.raises(SettingsError, match=problem):
         FixBN(FedAvg(), freeze_round=settled).begin(3, federation().arrays())
 
@@ -191,10 +179,8 @@ def test_a_window_needs_statistics_that_clients_send(federation: Federations) ->
 def test_only_what_is_frozen_does_not_change(federation: Federations, freeze: Any, still: set[str]) -> None:
     models = models_of(federation((8, 12, 6)), FixBN(FedAvg(), freeze_round=2, freeze=freeze), 5)
     everything = STATISTICS | AFFINE | WEIGHTS
-    for server_round in (1, 2):
-        assert moved(models[server_round - 1], models[server_round]) == everything
-    for server_round in (3, 4, 5):
-        assert moved(models[server_round - 1], models[server_round]) == everything - still
+    changes = [moved(*pair) for pair in itertools.pairwise(models)]
+    assert changes == [everything] * 2 + [everything - still] * 3
 
 
 def test_round_zero_freezes_what_the_model_came_with(federation: Federations) -> None:
@@ -230,9 +216,7 @@ def test_one_full_batch_step_after_the_freeze_equals_centralised_sgd(federation:
         optimizer.zero_grad()
         F.cross_entropy(twin(inputs), targets).backward()
         optimizer.step()
-        state = twin.state_dict()
-        for key, value in models[server_round].items():
-            np.testing.assert_allclose(value, state[key].numpy(), rtol=1e-10, atol=1e-10, err_msg=key)
+        near(models[server_round], twin.state_dict(), rtol=1e-10, atol=1e-10)
     assert np.abs(models[6]["0.weight"] - models[2]["0.weight"]).max() > 1e-3, "something was learned"
 
 
@@ -284,15 +268,14 @@ def test_the_round_continues_without_a_client_that_ignores_the_freeze(
     assert "it changed '1.running_mean', which is frozen" in flower_log.text
 
 
-def test_a_client_that_fails_in_a_frozen_round_is_left_out(federation: Federations) -> None:
+@pytest.mark.parametrize("fails", [lambda config: "fedbn.freeze" in config, lambda config: True])
+def test_a_client_that_fails_in_a_frozen_round_or_cannot_be_made_is_left_out(
+    federation: Federations, fails: Any
+) -> None:
+    """As in any round, the others may suffice."""
     fed = federation((4, 4, 4))
-
-    def make(context: Context, config: ConfigRecord) -> BNClient:
-        if "fedbn.freeze" in config and context.node_config["partition-id"] == 0:
-            raise OSError("gone")
-        return fed.make_client(context)
-
-    models = models_of(fed, FixBN(FedAvg(), freeze_round=1), 2, client_app(make))
+    app = failing(fed, lambda client, config: client == 2 and fails(config), OSError("gone"))
+    models = models_of(fed, FixBN(FedAvg(), freeze_round=1), 2, app)
     assert moved(models[1], models[2]) == WEIGHTS | AFFINE
 
 
@@ -311,37 +294,20 @@ def test_parameters_without_statistics_are_not_the_whole_model(federation: Feder
         FixBN(FedAvg(), freeze_round=1).begin(2, ArrayRecord(parameters))
 
 
-def test_around_flower_s_own_fedavg(federation: Federations) -> None:
+def test_around_flower_s_own_fedavg_and_fedprox(federation: Federations) -> None:
     fed = federation((8, 12, 6))
-    theirs = models_of(fed, FixBN(flower.FedAvg(), freeze_round=1), 3)
-    ours = models_of(fed, FixBN(FedAvg(), freeze_round=1), 3)
-    assert moved(theirs[1], theirs[3]) == WEIGHTS | AFFINE
-    for key, value in theirs[3].items():
-        np.testing.assert_allclose(value, ours[3][key], rtol=1e-4, atol=1e-5)
-
-
-def test_around_flower_s_own_fedprox(federation: Federations) -> None:
-    models = models_of(federation((8, 12)), FixBN(flower.FedProx(proximal_mu=0.5), freeze_round=1), 3)
-    assert moved(models[1], models[3]) == WEIGHTS | AFFINE
+    ours, theirs, proximal = (
+        models_of(fed, FixBN(base, freeze_round=1), 3)
+        for base in (FedAvg(), flower.FedAvg(), flower.FedProx(proximal_mu=0.5))
+    )
+    assert moved(theirs[1], theirs[3]) == moved(proximal[1], proximal[3]) == WEIGHTS | AFFINE
+    near(theirs[3], ours[3], rtol=1e-4, atol=1e-5)
 
 
 def test_a_fraction_needs_to_know_the_number_of_rounds(federation: Federations) -> None:
     fed = federation()
     with pytest.raises(SettingsError, match=r"freeze_round=0\.5 is a share of the rounds"):
         FixBN(FedAvg(), freeze_round=0.5).configure_train(1, fed.arrays(), ConfigRecord(), fed.grid())
-
-
-def test_a_client_that_cannot_be_made_does_not_prevent_the_run(federation: Federations) -> None:
-    """As in any round, the others may suffice."""
-    fed = federation((4, 4, 4))
-
-    def make(context: Context) -> BNClient:
-        if context.node_config["partition-id"] == 2:
-            raise OSError("no data")
-        return fed.make_client(context)
-
-    models = models_of(fed, FixBN(FedAvg(), freeze_round=1), 2, client_app(make))
-    assert moved(models[1], models[2]) == WEIGHTS | AFFINE
 
 
 def test_around_a_server_optimiser_it_needs_mean_statistics() -> None:

@@ -15,19 +15,17 @@ from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr import BNClient, build_model, client_app
+from fedbn_flwr import build_model
 from fedbn_flwr.client.layerwise import parked_rounds
-from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FixBN, GlobalMomentum
-from tests.support.federations import Arrays, models_of, same
+from tests.support.federations import Arrays, Federations, models_of, near, replaced, same
 from tests.support.records import BAD_RECORDS, between
 from tests.support.smallbatches import FedTAN
 
-Federations = Callable[..., Any]
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
@@ -117,8 +115,7 @@ def test_node_ids_do_not_matter(federation: Federations) -> None:
         unpack(GlobalMomentum(fedavg()).start(fed.grid(node_ids=ids), fed.arrays(), num_rounds=3).arrays)
         for ids in ([1, 2, 3], [2**62, 7, 99])
     ]
-    for key, value in results[0].items():
-        assert value.tobytes() == results[1][key].tobytes(), key
+    assert same(results[0], results[1])
 
 
 def test_the_first_round_is_that_of_the_base(federation: Federations) -> None:
@@ -169,8 +166,7 @@ def test_inside_and_outside_fixbn_are_the_same(federation: Federations) -> None:
     fed = federation((8, 12), **SGD)
     inside = models_of(fed, FixBN(GlobalMomentum(fedavg()), freeze_round=1, freeze=["statistics", "affine"]), 4)
     outside = models_of(fed, GlobalMomentum(FixBN(fedavg(), freeze_round=1, freeze=["statistics", "affine"])), 4)
-    for key, value in outside[-1].items():
-        assert value.tobytes() == inside[-1][key].tobytes(), key
+    assert same(outside[-1], inside[-1])
     assert inside[1]["1.running_mean"].tobytes() == inside[4]["1.running_mean"].tobytes()
     assert inside[1]["1.weight"].tobytes() == inside[4]["1.weight"].tobytes()
 
@@ -203,25 +199,16 @@ def test_a_replaced_fedtan_process_replays_with_the_momentum(federation: Federat
     for register in (forgetful.train(), forgetful.query("exchange"), forgetful.query("partition")):
         register(forgets)
     found = models_of(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3, forgetful)
-    for key, value in expected[-1].items():
-        assert value.tobytes() == found[-1][key].tobytes(), key
+    assert same(expected[-1], found[-1])
 
 
 def test_around_fedbn_the_momentum_of_batch_norm_stays_local(federation: Federations) -> None:
-    fed, states = federation((8, 12), **SGD), {}
-
-    def make(context: Context) -> BNClient:
-        states[int(context.node_config["partition-id"])] = NodeState(context.state)
-        return fed.make_client(context)
-
-    ups: list[set[str]] = []
-
-    def look(message: RecordDict, reply: RecordDict, partition: int) -> None:
-        ups.append(set(reply["momentum"]))
-
-    models_of(fed, GlobalMomentum(FedBN(fraction_evaluate=0.0)), 2, between(client_app(make), look))
+    fed, ups = federation((8, 12), **SGD), []
+    app, clients = replaced(fed)
+    noted = between(app, lambda message, reply, partition: ups.append(set(reply["momentum"])))
+    models_of(fed, GlobalMomentum(FedBN(fraction_evaluate=0.0)), 2, noted)
     assert ups == [{"0.weight", "4.weight", "4.bias"}] * 4
-    own = [states[i].load("fedbn.momentum") for i in (0, 1)]
+    own = [clients[node].state.load("fedbn.momentum") for node in (1, 2)]
     assert set(own[0]) == {"momentum_buffer/1.weight", "momentum_buffer/1.bias"}
     assert (own[0]["momentum_buffer/1.bias"] != own[1]["momentum_buffer/1.bias"]).any()
 
@@ -309,24 +296,17 @@ def test_one_client_that_keeps_its_momentum_is_one_long_run_of_sgd(federation: F
     expected = twin.state_dict()
     fresh = models_of(fed, fedavg_of_one(), 4)[-1]
     fed.options["keep_momentum"] = True
-    for key, value in models_of(fed, fedavg_of_one(), 4)[-1].items():
-        assert value.tobytes() == expected[key].numpy().tobytes(), key
+    near(models_of(fed, fedavg_of_one(), 4)[-1], expected)
     assert distance(fresh, {"0.weight": expected["0.weight"].numpy()}) > 1e-3
 
 
 def test_each_client_keeps_its_own(federation: Federations) -> None:
-    fed, states = federation((8, 12), keep_momentum=True, **SGD), {}
-
-    def make(context: Context) -> BNClient:
-        states[int(context.node_config["partition-id"])] = NodeState(context.state)
-        return fed.make_client(context)
-
-    local = models_of(fed, fedavg(), 3, client_app(make))
-    assert set(states[0].load("fedbn.momentum")) == {
-        f"momentum_buffer/{name}" for name, _ in fed.model.named_parameters()
-    }
-    own = [states[i].load("fedbn.momentum")["momentum_buffer/4.bias"] for i in (0, 1)]
-    assert (own[0] != own[1]).any()
+    fed = federation((8, 12), keep_momentum=True, **SGD)
+    app, clients = replaced(fed)
+    local = models_of(fed, fedavg(), 3, app)
+    own, other = (clients[node].state.load("fedbn.momentum") for node in (1, 2))
+    assert set(own) == {f"momentum_buffer/{name}" for name, _ in fed.model.named_parameters()}
+    assert (own["momentum_buffer/4.bias"] != other["momentum_buffer/4.bias"]).any()
     fed.options["keep_momentum"] = False
     for other in (fedavg(), GlobalMomentum(fedavg())):
         assert any(models_of(fed, other, 3)[-1][key].tobytes() != value.tobytes() for key, value in local[-1].items())

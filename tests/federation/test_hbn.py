@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,9 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.variants import HybridBatchNorm
 from fedbn_flwr.strategies import HBN, FedAvg, GlobalMomentum, Secure
-from tests.support.federations import Arrays, models_of
+from tests.support.federations import Arrays, Federations, models_of, near
 from tests.support.fixtures import small_net
 
-Federations = Callable[..., Any]
 OFF: dict[str, Any] = {"fraction_evaluate": 0.0}
 LR = 0.3
 SHAPE = (1, -1, 1, 1)
@@ -76,8 +74,7 @@ def twin(fed: Any, rounds: int, rate: float, kind: str) -> tuple[dict[str, Tenso
 
 def check(found: Arrays, expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        np.testing.assert_allclose(found[key], value.numpy(), rtol=1e-11, atol=1e-12, err_msg=key)
+    near(expected, found, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "batch"])

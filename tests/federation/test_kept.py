@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,8 @@ from fedbn_flwr.strategies import (
     Secure,
     Standalone,
 )
-from tests.support.federations import replaced
-from tests.support.localnorm import by_hand
-
-Federations = Callable[..., Any]
+from tests.support.federations import Federations, last_model, near, replaced, same
+from tests.support.localnorm import by_hand, loss_of
 
 STATISTICS = {"1.running_mean", "1.running_var"}
 AFFINE = {"1.weight", "1.bias"}
@@ -167,15 +164,8 @@ def test_three_rounds_equal_the_method_by_hand(federation: Federations, method: 
             np.testing.assert_allclose(value, mean[key].numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
     # The last message of each client was an evaluation: its model is as the next round would load it.
     for node, model in zip((1, 2), models, strict=True):
-        own = clients[node].model.state_dict()
-        for key, value in model.state_dict().items():
-            np.testing.assert_allclose(own[key].numpy(), value.numpy(), rtol=1e-11, atol=1e-13, err_msg=key)
-    losses = []
-    for model, data in zip(models, fed.data, strict=True):
-        inputs, labels = (torch.cat([batch[i] for batch in data.batches]) for i in (0, 1))
-        losses.append(F.cross_entropy(model.eval()(inputs), labels).item())
-    expected = (8 * losses[0] + 12 * losses[1]) / 20
-    assert result.evaluate_metrics_clientapp[3]["loss"] == pytest.approx(expected, rel=1e-11)
+        near(model.state_dict(), clients[node].model.state_dict(), rtol=1e-11, atol=1e-13)
+    assert result.evaluate_metrics_clientapp[3]["loss"] == pytest.approx(loss_of(fed, models), rel=1e-11)
 
 
 @every_method
@@ -192,17 +182,19 @@ def test_kept_arrays_are_never_sent_down_and_initial_sends_none_up(federation: F
         assert traffic.elements_up_per_client == up
 
 
-def same_runs(fed: Any, first: Any, second: Any, rounds: int = 3) -> None:
-    found = [unpack(each.start(fed.grid(), fed.arrays(), num_rounds=rounds).arrays) for each in (first, second)]
-    for key, value in found[0].items():
-        assert found[1][key].tobytes() == value.tobytes(), key
-
-
-def test_fedbn_is_the_setting_affine_and_statistics_bit_for_bit(federation: Federations) -> None:
+@pytest.mark.parametrize(
+    ("fedbn", "setting"),
+    [
+        ({}, {"kept": ["affine", "statistics"]}),
+        ({"global_norm": "initial"}, {"kept": ["1"], "global_kept": "initial"}),
+        ({"kept": ["4"]}, {"kept": ["1", "last"]}),
+    ],
+)
+def test_fedbn_is_the_setting_affine_and_statistics_bit_for_bit(
+    federation: Federations, fedbn: Any, setting: Any
+) -> None:
     fed = federation((8, 12))
-    same_runs(fed, FedBN(), FedAvg(kept=["affine", "statistics"]))
-    same_runs(fed, FedBN(global_norm="initial"), FedAvg(kept=["1"], global_kept="initial"))
-    same_runs(fed, FedBN(kept=["4"]), FedAvg(kept=["1", "last"]))
+    assert same(last_model(fed, FedBN(**fedbn), 3), last_model(fed, FedAvg(**setting), 3))
 
 
 def test_counters_of_the_server_s_model_stay_too(federation: Federations) -> None:
@@ -237,15 +229,15 @@ def test_fedprox_pulls_the_shared_layers_only(federation: Federations) -> None:
             for name, value in model.named_parameters():
                 pull = 0.0 if name in HEAD else 0.5
                 value -= 0.2 * (value.grad + pull * (value - received[name]))
-    for key, value in model.state_dict().items():
-        np.testing.assert_allclose(clients[1].model.state_dict()[key], value, rtol=1e-12, atol=1e-14, err_msg=key)
+    near(model.state_dict(), clients[1].model.state_dict(), rtol=1e-12, atol=1e-14)
 
 
-def test_scaffold_has_no_control_variates_of_kept_layers(federation: Federations) -> None:
-    fed = federation((8, 12))
-    strategy = Scaffold(kept=["last"])
-    strategy.start(fed.grid(), fed.arrays(), num_rounds=2)
-    assert strategy.memory.controls[0].keys() == {"0.weight"} | AFFINE
+def test_kept_layers_have_no_control_variates_and_their_momentum_stays_too(federation: Federations) -> None:
+    fed = federation((8, 12), momentum=0.9)
+    controls, momentum = Scaffold(kept=["last"]), GlobalMomentum(FedAvg(kept=["last"]))
+    for strategy in (controls, momentum):
+        strategy.start(fed.grid(), fed.arrays(), num_rounds=2)
+    assert controls.memory.controls[0].keys() == momentum.memory.momentum.keys() == {"0.weight"} | AFFINE
 
 
 def test_fednova_averages_kept_layers_plainly_and_the_others_by_steps(federation: Federations) -> None:
@@ -298,12 +290,9 @@ def test_fedtan_s_first_step_is_that_of_the_union_with_each_client_s_own_layers(
         # A client's own loss moves what stays there: twice the gradient of the mean.
         own = [{name: (value - 0.2 * value.grad).detach() for name, value in each.items()} for each in own]
     expected = shared | {"1.running_mean": mean, "1.running_var": var}
-    for key, value in expected.items():
-        np.testing.assert_allclose(result[key], value.numpy(), rtol=1e-9, atol=1e-12, err_msg=key)
+    near(expected, result, rtol=1e-9, atol=1e-12)
     for node, each in zip((1, 2), own, strict=True):
-        found = clients[node].model.state_dict()
-        for key, value in each.items():
-            np.testing.assert_allclose(found[key].numpy(), value.numpy(), rtol=1e-9, atol=1e-12, err_msg=key)
+        near(each, clients[node].model.state_dict(), rtol=1e-9, atol=1e-12)
 
 
 def test_fixbn_freezes_shared_statistics_while_the_head_stays(federation: Federations) -> None:
@@ -324,25 +313,13 @@ def test_a_client_that_would_have_to_set_some_statistics_after_the_freeze_raises
 ) -> None:
     def net() -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(3)
+            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3)
         )
 
-    def made() -> nn.Module:
-        model = net()
-        model(torch.zeros(2, 2, 4, 4))
-        return model
-
-    fed = federation((8, 12), model=made)
+    fed = federation((8, 12), model=net)
     FixBN(FedAvg(kept=["3"]), freeze_round=1).start(fed.grid(), fed.arrays(), num_rounds=2)  # all trained before
     with pytest.raises(RunFailed, match=r"first trains after the freeze.*own '3.running_mean', while '1.running_mean'"):
         FixBN(FedAvg(kept=["3"]), freeze_round=0).start(fed.grid(), fed.arrays(), num_rounds=2)
-
-
-def test_momentum_of_kept_layers_stays_too(federation: Federations) -> None:
-    fed = federation((8, 12), momentum=0.9)
-    strategy = GlobalMomentum(FedAvg(kept=["last"]))
-    strategy.start(fed.grid(), fed.arrays(), num_rounds=2)
-    assert strategy.memory.momentum.keys() == {"0.weight"} | AFFINE
 
 
 @pytest.mark.parametrize("names", [["last"], ["affine"], ["statistics"]])
@@ -384,12 +361,8 @@ def test_bounds_do_not_shorten_updates_by_what_stays(federation: Federations) ->
     """`global_kept` decides what the server stores of the clients' heads, which none of them uses."""
     fed = federation((8, 24, 16))
     rule = functools.partial(FedAvg, kept=["last"], fraction_evaluate=0.0, bounds={"clip_norm": 0.05})
-    found = [
-        unpack(rule(global_kept=kind).start(fed.grid(), fed.arrays(), num_rounds=4).arrays)
-        for kind in ("average", "initial")
-    ]
-    for key in ALL - HEAD:
-        np.testing.assert_array_equal(found[0][key], found[1][key])
+    average, initial = (last_model(fed, rule(global_kept=kind), 4) for kind in ("average", "initial"))
+    near({key: average[key] for key in ALL - HEAD}, initial)
 
 
 def test_a_run_s_models_of_clients_differ_in_what_stays_and_only_there(tmp_path: Path) -> None:

@@ -18,9 +18,8 @@ from fedbn_flwr.experiment.preview import explain
 from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.strategies import FedAvgGlobalStats, FedTAN, FedTANII, FixBN
-from tests.support.federations import last_model, same
+from tests.support.federations import Federations, last_model, same
 
-Federations = Callable[..., Any]
 REFUSES = (
     r"(client 1|node 2).* the batch of this client has 31 examples, and it refuses .* of fewer than 32 examples, which"
 )

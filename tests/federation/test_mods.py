@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import flwr.serverapp.strategy as flower
@@ -20,10 +19,10 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, Secure, SiloBN, Standalone
 from tests.support.command import ROOT, python_blocks
+from tests.support.federations import Federations
 from tests.support.plugin import RecordingGrid
 from tests.support.smallbatches import FedTAN
 
-Federations = Callable[..., Any]
 KINDS = {"train": "train", "evaluate": "evaluate", "query.exchange": "query"}
 
 

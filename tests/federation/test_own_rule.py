@@ -53,9 +53,8 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.centred import Centred
 from tests.support.command import FEDBN, ROOT, python, python_blocks
-from tests.support.federations import same
+from tests.support.federations import Federations, failing, near, same
 
-Federations = Callable[..., Any]
 PAGE, TEST = "# perstep.py", "# test_perstep.py"  # the first lines of their code
 GUIDE = (ROOT / "docs" / "write-a-strategy.md").read_text()
 REFERENCE = (ROOT / "docs" / "strategy-reference.md").read_text()
@@ -150,8 +149,7 @@ def test_a_strategy_with_traits_of_its_own_trains_and_its_records_must_come_back
 def test_with_equal_steps_it_is_fedavg(federation: Federations, per_step: Any) -> None:
     fed = federation((8, 12), dtype=torch.float64, steps=3)
     found = unpack(per_step().start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
-    for key, value in unpack(FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2).arrays).items():
-        np.testing.assert_allclose(found[key], value, rtol=1e-12, atol=1e-14, err_msg=key)
+    near(unpack(FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2).arrays), found, rtol=1e-12, atol=1e-14)
 
 
 def test_with_unequal_steps_it_is_the_formula(federation: Federations, per_step: Any) -> None:
@@ -513,12 +511,8 @@ def test_evaluation_leaves_the_attendance_of_training_as_it_is(federation: Feder
     """Client 1 does not train, and client 0 is not evaluated."""
     fed, bad = federation((8, 12, 6)), 1
 
-    def make(context: Context) -> BNClient:
-        if context.node_config["partition-id"] == bad:
-            raise OSError("its memory is full")
-        return fed.make_client(context)  # type: ignore[no-any-return]
-
-    rule, grid, arrays = FixBN(FedAvg(), freeze_round=1), fed.grid(client_app(make)), fed.arrays()
+    app = failing(fed, lambda client, config: client == bad, OSError("its memory is full"))
+    rule, grid, arrays = FixBN(FedAvg(), freeze_round=1), fed.grid(app), fed.arrays()
     rule.begin(1, arrays)
     rule.aggregate_train(1, grid.send_and_receive(rule.configure_train(1, arrays, ConfigRecord(), grid)))
     bad = 0
@@ -797,8 +791,7 @@ def test_arrays_that_it_keeps_on_a_client_are_apart_from_the_library_s(rule: Any
         def config(self, round: Any) -> dict[str, Any]:
             return {**super().config(round), "noted": True}
 
-    for key, value in after(fed, Own(), 3).items():
-        assert value.tobytes() == plain[key].tobytes(), key
+    assert same(after(fed, Own(), 3), plain)
 
 
 def test_draws_at_the_end_of_a_round_are_functions_of_seed_round_and_client(federation: Federations) -> None:

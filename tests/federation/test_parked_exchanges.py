@@ -20,11 +20,9 @@ from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, RUN
 from tests.support.addressed import Addressed, OwnModel
-from tests.support.federations import Forgetful, last_model, nodes_in_means, same
+from tests.support.federations import Federations, Forgetful, last_model, nodes_in_means, same
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.smallbatches import FedTAN
-
-Federations = Callable[..., Any]
 
 
 class Counting(GridAround):

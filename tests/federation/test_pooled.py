@@ -14,9 +14,8 @@ from torch import nn
 from fedbn_flwr import Role, roles
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.strategies import FedAvg, FedBN, FedNova, FedProx, FixBN, MeanStatistics, Private, Scaffold, Secure
-from tests.support.federations import Arrays, last_model
+from tests.support.federations import Arrays, Federations, last_model
 
-Federations = Callable[..., Any]
 OFF: dict[str, Any] = {"fraction_evaluate": 0.0}
 POOLED: dict[str, Any] = {"statistics": "pooled", **OFF}
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from fedbn_flwr.experiment.registry import in_words
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, SiloBN
-
-Federations = Callable[..., Any]
+from tests.support.federations import Federations
 
 
 def test_gamma_and_beta_are_averaged_with_the_weights(federation: Federations) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from torch.nn import functional as F
@@ -14,9 +11,7 @@ from torch.nn import functional as F
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import Standalone
-from tests.support.federations import replaced
-
-Federations = Callable[..., Any]
+from tests.support.federations import Federations, near, replaced
 
 
 def test_each_client_is_plain_sgd_on_its_own_data(federation: Federations) -> None:
@@ -31,8 +26,7 @@ def test_each_client_is_plain_sgd_on_its_own_data(federation: Federations) -> No
             optimizer.zero_grad()
             F.cross_entropy(twin(inputs), labels).backward()
             optimizer.step()
-        for key, value in twin.state_dict().items():
-            np.testing.assert_allclose(client.model.state_dict()[key].numpy(), value.numpy(), rtol=1e-12, err_msg=key)
+        near(twin.state_dict(), client.model.state_dict(), rtol=1e-12)
 
 
 def test_no_array_is_sent_and_the_server_s_model_stays(federation: Federations) -> None:

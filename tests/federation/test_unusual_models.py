@@ -35,6 +35,7 @@ from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.trained import global_model
+from tests.support.federations import near
 from tests.support.fixtures import Batches
 from tests.support.sessions import Stopping, outcome
 
@@ -323,8 +324,7 @@ def test_a_round_of_bfloat16_is_that_of_float32_to_its_rounding(rule: str) -> No
         unpack(trained(*federation(lambda dtype=dtype: As(net(), dtype)), rule, rounds=1)[-1])
         for dtype in (torch.bfloat16, torch.float32)
     )
-    for key, value in rounded.items():
-        np.testing.assert_allclose(value, exact[key], rtol=0.05, atol=0.05)
+    near(rounded, exact, rtol=0.05, atol=0.05)
 
 
 def in_bfloat16(num_classes: int) -> nn.Module:

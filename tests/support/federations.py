@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, RecordDict
+from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import BNClient, client_app
@@ -14,6 +15,7 @@ from fedbn_flwr.client.layerwise import ParkedRounds
 from fedbn_flwr.messages.arrays import unpack
 
 Arrays = dict[str, np.ndarray]
+Federations = Callable[..., Any]  # the fixture `federation`
 
 
 def models_of(fed: Any, strategy: Any, rounds: int, app: ClientApp | None = None, grid: Any = None) -> list[Arrays]:
@@ -36,6 +38,12 @@ def same(a: Arrays, b: Arrays) -> bool:
     return a.keys() == b.keys() and all(a[key].tobytes() == b[key].tobytes() for key in a)
 
 
+def near(some: Mapping[str, Any], whole: Mapping[str, Any], rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Every value of `some` is that of `whole` but for rounding; without tolerances, it is the same."""
+    for key, value in some.items():
+        np.testing.assert_allclose(value, whole[key], rtol=rtol, atol=atol, err_msg=key)
+
+
 def replaced(fed: Any) -> tuple[Any, dict[int, BNClient]]:
     """The federation's app with a new client for each message, which gets a copy of the last one's `Context.state`."""
     latest: dict[int, BNClient] = {}
@@ -46,6 +54,29 @@ def replaced(fed: Any) -> tuple[Any, dict[int, BNClient]]:
         return latest[context.node_id]
 
     return client_app(make), latest
+
+
+def failing(fed: Any, fails: Callable[[int, Any], bool], error: BaseException) -> ClientApp:
+    """The federation's app, whose client i cannot be made for a message where `fails(i, its config)`."""
+
+    def make(context: Context, config: Any) -> BNClient:
+        if fails(int(context.node_config["partition-id"]), config):
+            raise error
+        client: BNClient = fed.make_client(context)
+        return client
+
+    return client_app(make)
+
+
+def noted_losses() -> tuple[list[float], Callable[[list[RecordDict], str], MetricRecord]]:
+    """A function for `evaluate_metrics_aggr_fn`, and the clients' losses that it was given last."""
+    losses: list[float] = []
+
+    def mean(contents: list[RecordDict], key: str) -> MetricRecord:
+        losses[:] = [float(record["loss"]) for each in contents for record in each.metric_records.values()]  # type: ignore[arg-type]
+        return MetricRecord()
+
+    return losses, mean
 
 
 def nodes_in_means(strategy: Any) -> list[list[int]]:

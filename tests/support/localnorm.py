@@ -32,6 +32,15 @@ def by_hand(fed: Any, rounds: int, local: Collection[str]) -> tuple[State, list[
     return mean, models
 
 
+def loss_of(fed: Any, models: Sequence[nn.Module]) -> float:
+    """The mean of the clients' losses, each by its model, in evaluation mode."""
+    total = 0.0
+    for model, data in zip(models, fed.data, strict=True):
+        inputs, labels = (torch.cat([batch[i] for batch in data.batches]) for i in (0, 1))
+        total += F.cross_entropy(model.eval()(inputs), labels, reduction="sum").item()
+    return total / sum(data.num_examples for data in fed.data)
+
+
 def share(models: Sequence[nn.Module], counts: Sequence[int], local: Collection[str]) -> State:
     """The mean of the models by their counts, which they load except for what is local."""
     states = [model.state_dict() for model in models]

@@ -30,10 +30,8 @@ from fedbn_flwr.client.training import TRAINER, Trained, Trainer, Training
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.messages.arrays import pack, unpack
-from tests.support.federations import same
+from tests.support.federations import Federations, failing, near, replaced, same
 from tests.support.foreign import Foreign
-
-Federations = Callable[..., Any]
 
 
 def message(node: int, arrays: ArrayRecord, kind: str = "train", **config: Any) -> Message:
@@ -67,7 +65,7 @@ def test_it_is_a_numpy_client(federation: Federations) -> None:
     assert num_examples == 8
     assert metrics["train-loss"] > 0
     assert [array.shape for array in result] == [array.shape for array in parameters]
-    assert not any(np.array_equal(new, old) for new, old in zip(result, parameters, strict=True))
+    assert not any(map(np.array_equal, result, parameters))
     loss, num_examples, metrics = client.evaluate(result, {})
     assert num_examples == 12
     assert loss > 0
@@ -86,18 +84,16 @@ def test_fit_equals_sgd_by_hand(federation: Federations) -> None:
         F.cross_entropy(twin(inputs), targets).backward()
         optimizer.step()
     state = {key: value for key, value in twin.state_dict().items() if not key.endswith("num_batches_tracked")}
-    for value, (key, expected) in zip(result, state.items(), strict=True):
-        np.testing.assert_array_equal(value, expected.numpy(), key)
+    near(state, dict(zip(state, result, strict=True)))
 
 
 def test_what_it_returned_does_not_change_as_it_trains_on(federation: Federations) -> None:
     fed = federation()
     client = BNClient(copy.deepcopy(fed.model), fed.data[0], lr=0.2)
     first, _, _ = client.fit(client.get_parameters({}), {})
-    before = [array.copy() for array in first]
+    before = copy.deepcopy(first)
     client.fit(first, {})
-    for array, old in zip(first, before, strict=True):
-        np.testing.assert_array_equal(array, old)
+    assert all(map(np.array_equal, first, before))
 
 
 def test_positions_may_include_the_counters(federation: Federations) -> None:
@@ -162,14 +158,6 @@ def test_learning_rate_may_be_a_function_of_the_round(federation: Federations) -
     np.testing.assert_array_equal(after[0], before[0])
 
 
-def test_a_list_of_batches_is_a_loader(federation: Federations) -> None:
-    """Any iterable of (inputs, targets) trains; a list knows its examples as well as a DataLoader does."""
-    fed = federation()
-    client = BNClient(copy.deepcopy(fed.model), fed.data[0].batches)
-    _, num_examples, _ = client.fit(client.get_parameters({}), {})
-    assert num_examples == 8
-
-
 def test_a_data_loader_that_shuffles_is_a_function_of_seed_and_round(federation: Federations) -> None:
     fed = federation(batches=1)
     inputs, targets = fed.data[0].batches[0]
@@ -213,25 +201,36 @@ def test_a_reply_has_the_keys_that_were_sent(federation: Federations) -> None:
         assert metrics["train-loss"] > 0
 
 
-def test_a_part_of_the_keys_comes_back_as_that_part(federation: Federations) -> None:
-    """Statistics that are not sent stay on the node, as SiloBN needs them."""
+def without_statistics(arrays: ArrayRecord) -> ArrayRecord:
+    return pack({key: value for key, value in unpack(arrays).items() if "running" not in key})
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(lambda arrays: message(1, arrays, lr=3.0, anything="else"), id="keys of other projects"),
+        pytest.param(lambda arrays: message(1, without_statistics(arrays)), id="statistics that stay, as in SiloBN"),
+        pytest.param(lambda arrays: Message(RecordDict({"weights": arrays}), 1, "train"), id="a lone record"),
+        pytest.param(lambda arrays: Message(RecordDict({"arrays": arrays}), 1, "train"), id="no config: a first round"),
+    ],
+)
+def test_a_message_may_have_more_or_less_and_its_keys_come_back(
+    federation: Federations, made: Callable[[ArrayRecord], Message]
+) -> None:
     fed = federation()
-    sent = pack({key: value for key, value in unpack(fed.arrays()).items() if "running" not in key})
-    (reply,) = ask(fed.grid(), message(1, sent))
-    assert list(reply.content["arrays"]) == list(sent)
+    sent = made(fed.arrays())
+    (reply,) = ask(fed.grid(), sent)
+    assert list(reply.content["arrays"]) == list(next(iter(sent.content.array_records.values())))
 
 
-def test_evaluation_replies_with_metrics_only(federation: Federations) -> None:
-    fed = federation()
-    (reply,) = ask(fed.grid(), message(1, fed.arrays(), "evaluate"))
-    assert not reply.content.array_records
-    assert set(reply.content["metrics"]) == {"loss", "accuracy", "num-examples"}
-
-
-def test_the_partition_is_sent_when_asked(federation: Federations) -> None:
+def test_evaluation_replies_with_metrics_only_and_the_partition_is_sent_when_asked(federation: Federations) -> None:
     fed = federation((8, 12))
-    (reply,) = ask(fed.grid(), Message(RecordDict(), 2, "query.partition"))
-    assert dict(reply.content["metrics"]) == {"partition-id": 1}
+    evaluated, asked = ask(
+        fed.grid(), message(1, fed.arrays(), "evaluate"), Message(RecordDict(), 2, "query.partition")
+    )
+    assert not evaluated.content.array_records
+    assert set(evaluated.content["metrics"]) == {"loss", "accuracy", "num-examples"}
+    assert dict(asked.content["metrics"]) == {"partition-id": 1}
 
 
 def test_a_query_makes_a_client_only_where_it_asks_for_readiness() -> None:
@@ -246,30 +245,21 @@ def test_a_query_makes_a_client_only_where_it_asks_for_readiness() -> None:
     assert "/srv/data" in reply.error.reason
 
 
-def test_a_data_loader_serves_as_well(federation: Federations) -> None:
+@pytest.mark.parametrize("kind", [lambda batch: [batch], lambda batch: DataLoader(TensorDataset(*batch), batch_size=4)])
+def test_a_list_of_batches_and_a_data_loader_serve_and_know_their_examples(federation: Federations, kind: Any) -> None:
     fed = federation(batches=1)
-
-    def make(context: Context) -> BNClient:
-        data = DataLoader(TensorDataset(*fed.data[0].batches[0]), batch_size=4)
-        return BNClient(copy.deepcopy(fed.model), data, data, context=context)
-
-    arrays = fed.arrays()
-    train, evaluate = ask(fed.grid(client_app(make)), message(1, arrays), message(1, arrays, "evaluate"))
-    assert train.content["metrics"]["num-examples"] == 8
-    assert evaluate.content["metrics"]["num-examples"] == 8
+    data, arrays = kind(fed.data[0].batches[0]), fed.arrays()
+    app = client_app(lambda context: BNClient(copy.deepcopy(fed.model), data, data, context=context))
+    replies = ask(fed.grid(app), message(1, arrays), message(1, arrays, "evaluate"))
+    assert [reply.content["metrics"]["num-examples"] for reply in replies] == [8, 8]
 
 
 def test_make_client_with_two_parameters_is_given_the_config(federation: Federations) -> None:
     fed = federation()
-    seen: list[Any] = []
-
-    def make(context: Context, config: ConfigRecord) -> BNClient:
-        seen.append(config["server-round"])
-        return fed.make_client(context)
-
-    (reply,) = ask(fed.grid(client_app(make)), message(1, fed.arrays()))
-    assert not reply.has_error()
-    assert seen == [1]
+    app = failing(fed, lambda client, config: config["server-round"] == 2, OSError("it is the second round"))
+    first, second = ask(fed.grid(app), message(1, fed.arrays()), message(1, fed.arrays(), server_round=2))
+    assert not first.has_error()
+    assert "it is the second round" in reason(second)
 
 
 # --- refusals ----------------------------------------------------------------
@@ -281,12 +271,6 @@ def test_an_unknown_key_of_ours_is_refused_and_named(federation: Federations) ->
         (reply,) = ask(fed.grid(), message(1, fed.arrays(), kind, fedbn_freze="statistics"))
         assert "asks for 'fedbn.freze' (= 'statistics')" in reason(reply)
         assert "did you mean 'fedbn.freeze'?" in reason(reply)
-
-
-def test_keys_of_other_projects_are_ignored(federation: Federations) -> None:
-    fed = federation()
-    (reply,) = ask(fed.grid(), message(1, fed.arrays(), lr=3.0, anything="else"))
-    assert not reply.has_error()
 
 
 def test_a_role_that_cannot_be_frozen_is_named(federation: Federations) -> None:
@@ -331,18 +315,6 @@ def test_which_arrays_are_the_model_s_must_be_clear(federation: Federations, cou
     assert f"expected an ArrayRecord 'arrays'; {found}" in reason(reply)
 
 
-def test_a_lone_record_may_have_any_name(federation: Federations) -> None:
-    fed = federation()
-    (reply,) = ask(fed.grid(), Message(RecordDict({"weights": fed.arrays()}), 1, "train"))
-    assert list(reply.content["arrays"]) == list(fed.arrays())
-
-
-def test_a_message_without_config_is_a_first_round(federation: Federations) -> None:
-    fed = federation()
-    (reply,) = ask(fed.grid(), Message(RecordDict({"arrays": fed.arrays()}), 1, "train"))
-    assert not reply.has_error()
-
-
 @pytest.mark.parametrize("data", [None, {}])
 def test_evaluation_without_data_is_refused(federation: Federations, data: Any) -> None:
     fed = federation()
@@ -354,14 +326,8 @@ def test_evaluation_without_data_is_refused(federation: Federations, data: Any) 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit("bye"), KeyError("lost")])
 def test_every_error_becomes_a_reply_that_names_the_partition(federation: Federations, error: BaseException) -> None:
     fed = federation()
-
-    def make(context: Context) -> BNClient:
-        if context.node_config["partition-id"] == 1:
-            raise error
-        return fed.make_client(context)
-
-    arrays = fed.arrays()
-    good, bad = ask(fed.grid(client_app(make)), message(1, arrays), message(2, arrays))
+    arrays, app = fed.arrays(), failing(fed, lambda client, config: client == 1, error)
+    good, bad = ask(fed.grid(app), message(1, arrays), message(2, arrays))
     assert not good.has_error()
     assert f"client 1 could not train: {type(error).__name__}: {error}" in reason(bad)
 
@@ -411,34 +377,22 @@ def test_counters_stay_local_and_survive_between_messages(federation: Federation
     fed = federation(batches=2)
     arrays = fed.arrays()
     assert not counters(unpack(arrays))
-    kept: list[int] = []
-    clients: list[BNClient] = []
-
-    def make(context: Context) -> BNClient:
-        clients.append(fed.make_client(context))
-        return clients[-1]
-
-    grid = fed.grid(client_app(make))
-    for _ in range(3):
+    app, clients = replaced(fed)
+    grid = fed.grid(app)
+    for expected in (2, 4, 6):  # a new client each time, and the node's counter continues
         ask(grid, message(1, arrays))
-        kept.append(int(clients[-1].model[1].num_batches_tracked))
-    assert kept == [2, 4, 6], "a new client each time, and the node's counter continues"
+        assert int(clients[1].model[1].num_batches_tracked) == expected
     ask(grid, message(2, arrays))
-    assert int(clients[-1].model[1].num_batches_tracked) == 2, "another node has its own"
+    assert int(clients[2].model[1].num_batches_tracked) == 2, "another node has its own"
 
 
 def test_another_run_begins_empty(federation: Federations) -> None:
     fed = federation(batches=2)
-    arrays, clients = fed.arrays(), []
-
-    def make(context: Context) -> BNClient:
-        clients.append(fed.make_client(context))
-        return clients[-1]
-
-    grid = fed.grid(client_app(make))
+    app, clients = replaced(fed)
+    grid = fed.grid(app)
     for name, expected in (("a", 2), ("a", 4), ("b", 2), ("a", 2)):
-        ask(grid, message(1, arrays, fedbn_run=name))
-        assert int(clients[-1].model[1].num_batches_tracked) == expected
+        ask(grid, message(1, fed.arrays(), fedbn_run=name))
+        assert int(clients[1].model[1].num_batches_tracked) == expected
 
 
 def test_a_model_that_is_kept_for_the_next_run_begins_anew(federation: Federations) -> None:
@@ -490,8 +444,7 @@ def test_a_client_that_diverges_keeps_its_state_of_before_the_round(federation: 
             expected = "its train-loss is nan (the client diverged?); the client keeps its state from before this round"
             assert expected in reason(replies.pop(1))
         found.append([unpack(reply.content["arrays"]) for reply in replies])
-    for one, other in zip(*found, strict=True):
-        assert same(one, other)
+    assert all(map(same, *found))
 
 
 @pytest.mark.parametrize("folder", [False, True])
@@ -517,8 +470,7 @@ def test_a_client_whose_mod_fails_after_training_has_the_state_from_before(
         if spoiled:
             assert "could not train: ValueError: no mask" in reason(replies.pop(1))
         found.append([unpack(reply.content["arrays"]) for reply in replies])
-    for one, other in zip(*found, strict=True):
-        assert same(one, other)
+    assert all(map(same, *found))
 
 
 @pytest.mark.parametrize(
@@ -576,17 +528,10 @@ def test_evaluation_does_not_train(federation: Federations) -> None:
 def test_an_evaluation_that_names_no_run_keeps_the_node_s_state(federation: Federations) -> None:
     """Flower's start() takes one config for training and one for evaluation; the second may be empty."""
     fed = federation(batches=2)
-    arrays, clients = fed.arrays(), []
-
-    def make(context: Context) -> BNClient:
-        clients.append(fed.make_client(context))
-        return clients[-1]
-
-    grid = fed.grid(client_app(make))
-    ask(grid, message(1, arrays, fedbn_run="a"))
-    ask(grid, message(1, arrays, "evaluate"))
-    ask(grid, message(1, arrays, fedbn_run="a"))
-    assert int(clients[-1].model[1].num_batches_tracked) == 4
+    app, clients = replaced(fed)
+    first, second = (message(1, fed.arrays(), fedbn_run="a") for _ in range(2))
+    ask(fed.grid(app), first, message(1, fed.arrays(), "evaluate"), second)
+    assert int(clients[1].model[1].num_batches_tracked) == 4
 
 
 def test_counters_that_are_sent_as_floats_are_rounded(federation: Federations) -> None:
@@ -613,17 +558,11 @@ def test_a_foreign_numpy_client_is_served() -> None:
     assert evaluate.content["metrics"] == MetricRecord({"loss": 0.25, "num-examples": 3, "accuracy": 0.5, "count": 4})
 
 
-def test_a_foreign_client_may_know_the_name_of_the_run() -> None:
-    arrays = pack({"a": np.zeros(2)})
-    grid = LocalGrid(client_app(lambda context: Foreign()), 1)
-    (reply,) = ask(grid, message(1, arrays, fedbn_run="a"))
-    assert not reply.has_error()
-
-
-def test_a_foreign_client_cannot_freeze_and_says_so() -> None:
-    grid = LocalGrid(client_app(lambda context: Foreign()), 1)
-    (reply,) = ask(grid, message(1, pack({"a": np.zeros(2)}), fedbn_freeze="statistics"))
-    assert "'fedbn.freeze'" in reason(reply)
+def test_a_foreign_client_may_know_the_name_of_the_run_and_says_that_it_cannot_freeze() -> None:
+    grid, arrays = LocalGrid(client_app(lambda context: Foreign()), 1), pack({"a": np.zeros(2)})
+    named, frozen = ask(grid, message(1, arrays, fedbn_run="a"), message(1, arrays, fedbn_freeze="statistics"))
+    assert not named.has_error()
+    assert "'fedbn.freeze'" in reason(frozen)
 
 
 def test_a_foreign_client_that_returns_too_few_arrays_is_refused() -> None:

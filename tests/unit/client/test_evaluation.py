@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -41,17 +40,6 @@ CPU = torch.device("cpu")
 # --- evaluate ----------------------------------------------------------------
 
 
-def test_loss_and_accuracy_are_means_over_examples_whatever_the_batches() -> None:
-    model, batches = net().train(), some_batches()
-    found = evaluate(model, batches, F.cross_entropy, CPU)
-    inputs, labels = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
-    logits = copy.deepcopy(model).eval()(inputs).detach()
-    assert found["num-examples"] == 13
-    assert found["loss"] == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-13)
-    assert found["accuracy"] == (logits.argmax(1) == labels).double().mean().item()
-    assert model.training
-
-
 def test_a_batch_whose_pixels_are_all_ignored_does_not_count() -> None:
     """PyTorch's mean over no pixel is NaN."""
     model, loss = nn.Conv2d(1, 3, 1), nn.CrossEntropyLoss(ignore_index=255)
@@ -65,8 +53,8 @@ def test_a_batch_whose_pixels_are_all_ignored_does_not_count() -> None:
     assert found["accuracy"] == expected["accuracy"]
 
 
-def test_batches_without_examples_are_not_called_masked() -> None:
-    empty = [(inputs[:0], labels[:0]) for inputs, labels in some_batches()]
+@pytest.mark.parametrize("empty", [[], [(inputs[:0], labels[:0]) for inputs, labels in some_batches()]])
+def test_no_batch_and_batches_without_examples_are_not_called_masked(empty: list[Any]) -> None:
     with pytest.raises(ValueError, match="there are no examples to evaluate on"):
         evaluate(net(), empty, F.cross_entropy, CPU)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fedbn_flwr import BNClient
 from fedbn_flwr.batch import split_batch
+from tests.support.federations import Federations
 
-Federations = Callable[..., Any]
 IMAGES, LABELS = torch.zeros(4, 1, 2, 2), torch.arange(4)
 
 

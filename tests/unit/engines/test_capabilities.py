@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from fedbn_flwr import LocalGrid
 from fedbn_flwr.engines.capabilities import Capabilities, GridAround, capabilities
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.engines.network import PollingGrid
-
-Federations = Callable[..., Any]
+from tests.support.federations import Federations
 
 
 def test_a_foreign_grid_serves_all_nodes_at_once_and_hides_their_states() -> None:

@@ -19,8 +19,7 @@ from fedbn_flwr import build_model
 from fedbn_flwr.engines.metered import MeteredGrid, Traffic
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
 from fedbn_flwr.strategies import FedAvg
-
-Federations = Callable[..., Any]
+from tests.support.federations import Federations
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -16,8 +16,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.engines import network
 from fedbn_flwr.engines.network import PollingGrid
-
-Federations = Callable[..., Any]
+from tests.support.federations import Federations
 
 
 class SlowGrid(LocalGrid):

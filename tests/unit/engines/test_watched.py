@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,10 @@ from flwr.app import ConfigRecord
 
 from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.strategies import FedAvg
+from tests.support.federations import Federations
 from tests.support.models import two_norms
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN
 
-Federations = Callable[..., Any]
 Reports = list[tuple[str, int, int]]
 
 

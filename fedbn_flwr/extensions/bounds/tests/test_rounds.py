@@ -30,13 +30,12 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.command import ROOT
 from tests.support.experiments import read
-from tests.support.federations import last_model, models_of, same
+from tests.support.federations import Federations, last_model, models_of, same
 from tests.support.fixtures import small_net
 from tests.support.models import two_norms
 from tests.support.records import between
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
-Federations = Callable[..., Any]
 Arrays = dict[str, np.ndarray]
 SIZES = (8, 8, 8, 8, 8)
 LOOSE = {"max_share": 0.9, "clip_norm": 1e9, "plausible": 1e9}

@@ -72,12 +72,11 @@ from fedbn_flwr.strategies import (
 from tests.support.bounds import Equal
 from tests.support.command import ROOT
 from tests.support.experiments import read
-from tests.support.federations import Arrays, last_model, models_of, same
+from tests.support.federations import Arrays, Federations, last_model, models_of, same
 from tests.support.hostile import kept_log
 from tests.support.models import two_norms
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
-Federations = Callable[..., Any]
 NO_EVALUATION: dict[str, Any] = {"fraction_evaluate": 0.0}
 
 

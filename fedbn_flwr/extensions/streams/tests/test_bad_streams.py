@@ -13,11 +13,9 @@ from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.exchange.codec import Contribution, to_bytes
 from fedbn_flwr.extensions.streams import client
 from tests.support.attacks import BAD
-from tests.support.federations import Arrays, models_of, same
+from tests.support.federations import Arrays, Federations, models_of, same
 from tests.support.hostile import CLIENTS, kept_log
 from tests.support.smallbatches import FedTAN
-
-Federations = Callable[..., Any]
 
 
 def changed(**fields: Any) -> Callable[[Contribution], bytes]:

@@ -27,13 +27,11 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FixBN, GlobalMomentum
 from tests.support.addressed import Addressed, OwnModel
-from tests.support.federations import nodes_in_means
+from tests.support.federations import Federations, nodes_in_means, same
 from tests.support.marks import slow_except
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.network import make_keys, missing_tools
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
-
-Federations = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +69,7 @@ def test_streams_give_the_arrays_and_the_ledger_of_messages_bit_for_bit(federati
     make = STRATEGIES[name]
     by_messages, of_messages = train(fed, make(direct=False), 3)
     by_streams, of_streams = train(fed, make(), 3, workers=3)
-    assert by_messages.keys() == by_streams.keys()
-    assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
+    assert same(by_messages, by_streams)
     if name == "GlobalMomentum":  # streams send the momentum with the model, messages with the last agreement
         of_streams = [replace(page, elements_down_per_client=0) for page in of_streams]
         of_messages = [replace(page, elements_down_per_client=0) for page in of_messages]
@@ -105,7 +102,7 @@ def test_one_client_needs_no_worker(federation: Federations) -> None:
     single = {"min_train_nodes": 1, "min_available_nodes": 1, "fraction_evaluate": 0.0}
     by_messages, _ = train(fed, FedTAN(direct=False, **single), 2)
     by_streams, _ = train(fed, FedTAN(**single), 2)
-    assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
+    assert same(by_messages, by_streams)
 
 
 def test_clients_that_cannot_be_alive_at_once_are_refused(federation: Federations) -> None:
@@ -163,7 +160,7 @@ def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     assert len(reasons) == 2
     assert all(re.search(says, reason) for reason in reasons), reasons
     by_messages, by_streams = results
-    assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
+    assert same(by_messages, by_streams)
 
 
 def test_too_few_clients_end_the_run_with_all_reasons(federation: Federations) -> None:
@@ -269,7 +266,7 @@ def test_tls_with_the_deployments_certificate(
     fed = federation((6, 6), model=two_norms)
     by_messages, _ = train(fed, FedTAN(fraction_evaluate=0.0, direct=False), 2)
     by_streams, _ = train(fed, FedTAN(fraction_evaluate=0.0), 2, workers=2)
-    assert all(by_messages[key].tobytes() == by_streams[key].tobytes() for key in by_messages)
+    assert same(by_messages, by_streams)
 
 
 def test_the_environment_of_the_serverapp_opens_it(federation: Federations) -> None:
