@@ -24,12 +24,10 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, Round, Wrapper
 from tests.support.cohort import run_cohort
-from tests.support.federations import Forgetful, last_model, nodes_in_means, same
+from tests.support.federations import Federations, Forgetful, failing, last_model, nodes_in_means, same
 from tests.support.marks import slow_except
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
-
-Federations = Callable[..., Any]
 
 
 def centralised(
@@ -240,13 +238,9 @@ def test_a_round_that_the_server_has_given_up_leaves_nothing_in_the_client_s_sta
 def test_too_few_answers_to_an_exchange_end_the_run_with_reasons(federation: Federations) -> None:
     fed = federation((6, 6), model=two_norms)
 
-    def make(context: Any) -> Any:
-        if context.node_config["partition-id"] == 1:
-            raise OSError("the disk is gone")
-        return fed.make_client(context)
-
+    app = failing(fed, lambda client, config: client == 1, OSError("the disk is gone"))
     with pytest.raises(RunFailed, match=r"client 1 could not take part.*the disk is gone"):
-        FedTAN(fraction_evaluate=0.0).start(LocalGrid(client_app(make), 2), fed.arrays(), num_rounds=1)
+        FedTAN(fraction_evaluate=0.0).start(LocalGrid(app, 2), fed.arrays(), num_rounds=1)
 
 
 def test_clients_that_share_one_model_are_refused(federation: Federations) -> None:

@@ -48,12 +48,11 @@ from fedbn_flwr.strategies import (
 )
 from strategies.fedavg import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
-from tests.support.federations import same
+from tests.support.federations import Federations, same
 from tests.support.foreign import Foreign as ForeignClient
 from tests.support.marks import slow_except
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
 
-Federations = Callable[..., Any]
 Arrays = dict[str, np.ndarray]
 SIZES = (8, 12, 6, 10, 14)
 ROUNDS = 6

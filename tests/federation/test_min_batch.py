@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from flwr.app import Message
 
 from fedbn_flwr import BNClient, cli, client_app
-from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.data import shares_of
 from fedbn_flwr.experiment.file.layers import load_experiment
@@ -19,23 +17,11 @@ from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.strategies import FedAvgGlobalStats, FedTAN, FedTANII, FixBN
 from tests.support.federations import Federations, last_model, same
+from tests.support.plugin import RecordingGrid
 
 REFUSES = (
     r"(client 1|node 2).* the batch of this client has 31 examples, and it refuses .* of fewer than 32 examples, which"
 )
-
-
-class Noting(GridAround):
-    """A grid that records the replies of clients."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.replies: list[Message] = []
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        self.replies += replies
-        return replies
 
 
 @pytest.mark.parametrize(
@@ -52,7 +38,7 @@ def test_a_client_with_a_small_batch_sends_no_array(
     federation: Federations, strategy: Callable[..., Any], flower_log: pytest.LogCaptureFixture
 ) -> None:
     fed = federation((32, 31, 40), batches=1, steps=1)
-    noting = Noting(fed.grid())
+    noting = RecordingGrid(fed.app(), 3)
     last_model(fed, strategy(fraction_evaluate=0.0, direct=False), 1, noting)
     of_small = [reply for reply in noting.replies if reply.metadata.src_node_id == 2]
     assert not any(reply.content.array_records for reply in of_small if reply.has_content())

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, ConfigRecord, Message
 
-from fedbn_flwr import client_app, strategies
+from fedbn_flwr import strategies
 from fedbn_flwr.client import layerwise
 from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, RUN
 from tests.support.addressed import Addressed, OwnModel
-from tests.support.federations import Federations, Forgetful, last_model, nodes_in_means, same
+from tests.support.federations import Federations, Forgetful, last_model, nodes_in_means, same, with_fault
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.smallbatches import FedTAN
 
@@ -76,18 +75,6 @@ def test_a_round_of_another_grid_is_not_continued_in_place_of_a_parked_one(feder
         start(fed, Interrupted(fed.grid()))
 
 
-def with_fault(fed: Any, fault: Callable[[], None]) -> ClientApp:
-    """The federation's app, in which client 1 calls `fault` between its two batch norms."""
-
-    def make(context: Context) -> Any:
-        client = fed.make_client(context)
-        if client.identity == {"partition-id": 1}:
-            client.model[2].register_forward_pre_hook(lambda *_: fault())
-        return client
-
-    return client_app(make)
-
-
 def participants(fed: Any, grid: Any, after: Callable[[int], object] = bool, **options: Any) -> list[list[int]]:
     """The nodes in the mean of each of two rounds; `after` is called at the end of each."""
     strategy = FedTAN(fraction_evaluate=0.0, **options)
@@ -107,12 +94,12 @@ def test_a_client_that_fails_between_two_exchanges_is_left_out(
 ) -> None:
     fed = federation((6, 6, 6), batches=1, model=two_norms)
 
-    def fault() -> None:
+    def fault(_: Any) -> None:
         raise OSError("the disk is gone")
 
     for direct in (True, False):
         flower_log.clear()
-        with fed.grid(with_fault(fed, fault), workers=workers) as grid:
+        with fed.grid(with_fault(fed, 1, fault), workers=workers) as grid:
             assert participants(fed, grid, direct=direct) == [[1, 3]] * 2
         reason = "could not take part in a layer-wise step: OSError: the disk is gone"
         assert f"round 2, exchange 2: left out client 1 (node 2): {reason}" in flower_log.text
@@ -123,12 +110,12 @@ def test_a_process_that_dies_between_two_exchanges_loses_its_clients_for_this_ro
 ) -> None:
     fed, once = federation((6, 6, 6, 6), batches=1, model=two_norms), tmp_path / "once"
 
-    def fault() -> None:
+    def fault(_: Any) -> None:
         if not once.exists():
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with fed.grid(with_fault(fed, fault), workers=2) as grid:
+    with fed.grid(with_fault(fed, 1, fault), workers=2) as grid:
         assert participants(fed, grid) == [[1, 3], [1, 2, 3, 4]]
     for client in (1, 3):
         reason = "its process died (signal 9), in which one of the clients 1, 3 was training"
@@ -140,13 +127,13 @@ def test_a_late_client_is_left_out_of_this_round_only(
 ) -> None:
     fed, go = federation((6, 6, 6, 6), batches=1, model=two_norms), tmp_path / "go"
 
-    def fault() -> None:
+    def fault(_: Any) -> None:
         for _ in range(600):
             if go.exists():
                 return
             time.sleep(0.05)
 
-    with fed.grid(with_fault(fed, fault), workers=2) as grid:
+    with fed.grid(with_fault(fed, 1, fault), workers=2) as grid:
         grid.start()
         found = participants(fed, grid, lambda _: go.touch(), exchange_timeout=2)
     assert found == [[1, 3], [1, 2, 3, 4]]

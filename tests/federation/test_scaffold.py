@@ -23,13 +23,10 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Scaffold, restore, state_of
 from strategies.scaffold import total_of
 from tests.support.command import PATIENCE
-from tests.support.federations import Arrays, models_of, same
+from tests.support.federations import Arrays, Federations, failing, models_of, near, replaced, same
 from tests.support.fixtures import Batches, Federation
 from tests.support.marks import slow_except
 from tests.support.records import BAD_RECORDS, between, change_record
-
-Federations = Callable[..., Any]
-
 
 HAND = ((1.0, 0.0), (2.0, 8.0))  # x and s of each client
 
@@ -123,12 +120,9 @@ def by_hand(present: list[set[int]]) -> list[float]:
 
 
 def absent(fed: Federation, partition: int, rounds: set[int]) -> ClientApp:
-    def make(context: Context, config: ConfigRecord) -> BNClient:
-        if config["server-round"] in rounds and context.node_config["partition-id"] == partition:
-            raise OSError("gone")
-        return fed.make_client(context)
-
-    return client_app(make)
+    return failing(
+        fed, lambda client, config: client == partition and config["server-round"] in rounds, OSError("gone")
+    )
 
 
 @pytest.mark.parametrize(("partition", "rounds"), [(0, {2}), (1, {1}), (1, {1, 3}), (0, {2, 3})])
@@ -147,15 +141,9 @@ def test_with_partial_participation_the_server_has_the_sum_of_all_control_variat
 ) -> None:
     """Two of four clients a round."""
     fed = federation((4,) * 4, dtype=torch.float64)
-    states: dict[int, NodeState] = {}
-
-    def make(context: Context) -> BNClient:
-        states[int(context.node_config["partition-id"])] = NodeState(context.state)
-        return fed.make_client(context)
-
-    rule = strategy(fraction_train=0.5, min_train_nodes=2)
-    models_of(fed, rule, rounds, client_app(make))
-    own = [held(state, rule, partition) for partition, state in states.items()]
+    rule, (app, clients) = strategy(fraction_train=0.5, min_train_nodes=2), replaced(fed)
+    models_of(fed, rule, rounds, app)
+    own = [held(client.state, rule, node - 1) for node, client in clients.items()]
     if rounds == 1:
         assert sum(bool(each) for each in own) == 2
     for key, c in total_of(rule.memory.controls).items():
@@ -196,8 +184,7 @@ def test_a_client_that_is_away_for_some_rounds_does_not_change_the_optimum(round
 def test_the_first_round_is_fedavg_s(federation: Federations) -> None:
     fed = federation((8, 12), momentum=0.9)
     (_, ours), (_, theirs) = models_of(fed, strategy(), 1), models_of(fed, FedAvg(), 1)
-    for key, value in theirs.items():
-        assert value.tobytes() == ours[key].tobytes(), key
+    assert same(theirs, ours)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +208,7 @@ def test_one_client_equals_fedavg(federation: Federations) -> None:
     fed = federation((8,), dtype=torch.float64, epochs=2)
     ours = models_of(fed, strategy(), 4)
     theirs = models_of(fed, FedAvg(min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0), 4)
-    for key, value in theirs[-1].items():
-        np.testing.assert_allclose(ours[-1][key], value, rtol=1e-12, atol=1e-12, err_msg=key)
+    near(theirs[-1], ours[-1], rtol=1e-12, atol=1e-12)
 
 
 def test_only_parameters_have_control_variates(federation: Federations) -> None:
@@ -242,23 +228,20 @@ def test_only_parameters_have_control_variates(federation: Federations) -> None:
 
 def test_what_a_node_keeps_is_the_mean_of_its_gradients(federation: Federations) -> None:
     """Option II of the paper, c_i - c + (x - y_i) / (K lr), for plain SGD."""
-    fed, states, seen = federation((8, 12), dtype=torch.float64, lr=0.25, steps=3), {}, []
-
-    def make(context: Context) -> BNClient:
-        states[int(context.node_config["partition-id"])] = NodeState(context.state)
-        return fed.make_client(context)
+    fed, seen = federation((8, 12), dtype=torch.float64, lr=0.25, steps=3), []
+    app, clients = replaced(fed)
 
     def look(message: RecordDict, reply: RecordDict, partition: int) -> None:
         x, y = unpack(message["arrays"]), unpack(reply["arrays"])
         c = unpack(message["control"]) if "control" in message else {}
-        after = states[partition].load(f"fedbn.control.{int(message['config']['server-round'])}")
+        after = clients[partition + 1].state.load(f"fedbn.control.{int(message['config']['server-round'])}")
         for key, new in after.items():
             before = new - unpack(reply["control"])[key]
             expected = before - c.get(key, 0.0) + (x[key] - y[key]) / (3 * 0.25)
             np.testing.assert_allclose(new, expected, rtol=1e-9, atol=1e-12)
         seen.append(partition)
 
-    models_of(fed, strategy(), 3, between(client_app(make), look))
+    models_of(fed, strategy(), 3, between(app, look))
     assert sorted(seen) == [0, 0, 0, 1, 1, 1]
 
 
@@ -278,8 +261,7 @@ def test_an_unusable_control_record_excludes_its_reply_and_is_named(
     rule = strategy()
     _, found = models_of(fed, rule, 1, between(fed.app(), hook))
     _, expected = models_of(fed, strategy(), 1, absent(fed, 1, {1}))
-    for key, value in expected.items():
-        assert value.tobytes() == found[key].tobytes(), key
+    assert same(expected, found)
     for key, c in total_of(rule.memory.controls).items():
         np.testing.assert_allclose(c, good[0][key] + good[1][key], rtol=1e-6, err_msg=key)
     lines = [r.getMessage() for r in flower_log.records if "its record 'control'" in r.getMessage()]
@@ -291,19 +273,15 @@ def test_an_unusable_control_record_excludes_its_reply_and_is_named(
 def test_frozen_affine_parameters_keep_their_control_variates(federation: Federations) -> None:
     """Inside FixBN a frozen parameter has no gradient, so its c and c_i do not change."""
     fed, kept = federation((8, 12)), []
-    states: dict[int, Any] = {}
+    app, clients = replaced(fed)
 
     class Noting(Scaffold):
         def after_round(self, *given: Any) -> None:
             super().after_round(*given)
-            kept.append((total_of(self.memory.controls), held(states[0], self, 0)))
-
-    def make(context: Context) -> BNClient:
-        states[int(context.node_config["partition-id"])] = NodeState(context.state)
-        return fed.make_client(context)
+            kept.append((total_of(self.memory.controls), held(clients[1].state, self, 0)))
 
     inner = Noting(fraction_evaluate=0.0)
-    models_of(fed, FixBN(inner, freeze_round=1, freeze=["affine"]), 3, client_app(make))
+    models_of(fed, FixBN(inner, freeze_round=1, freeze=["affine"]), 3, app)
     for first, second, third in zip(*kept, strict=True):  # c, then c_0
         assert set(first) == set(third) == {name for name, _ in fed.model.named_parameters()}
         for key in ("1.weight", "1.bias"):
@@ -315,8 +293,7 @@ def test_a_reused_strategy_or_grid_starts_from_zero(federation: Federations) -> 
     fed, rule = federation((8, 12)), strategy()
     grid = fed.grid()
     results = [unpack(rule.start(grid, fed.arrays(), num_rounds=2).arrays) for _ in range(2)]
-    for key, value in results[0].items():
-        assert value.tobytes() == results[1][key].tobytes(), key
+    assert same(results[0], results[1])
     rule.begin(1, fed.arrays())
     assert rule.memory.controls == {}
 

@@ -68,6 +68,18 @@ def failing(fed: Any, fails: Callable[[int, Any], bool], error: BaseException) -
     return client_app(make)
 
 
+def with_fault(fed: Any, partition: int, fault: Callable[[BNClient], object]) -> ClientApp:
+    """The federation's app, in which the model of one client calls `fault` between its first two batch norms."""
+
+    def make(context: Context) -> BNClient:
+        client: BNClient = fed.make_client(context)
+        if context.node_config["partition-id"] == partition:
+            client.model[2].register_forward_pre_hook(lambda *_: fault(client))
+        return client
+
+    return client_app(make)
+
+
 def noted_losses() -> tuple[list[float], Callable[[list[RecordDict], str], MetricRecord]]:
     """A function for `evaluate_metrics_aggr_fn`, and the clients' losses that it was given last."""
     losses: list[float] = []

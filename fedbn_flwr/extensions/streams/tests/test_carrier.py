@@ -27,7 +27,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FixBN, GlobalMomentum
 from tests.support.addressed import Addressed, OwnModel
-from tests.support.federations import Federations, nodes_in_means, same
+from tests.support.federations import Federations, nodes_in_means, same, with_fault
 from tests.support.marks import slow_except
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.network import make_keys, missing_tools
@@ -114,18 +114,6 @@ def test_clients_that_cannot_be_alive_at_once_are_refused(federation: Federation
 # --- clients that fail ---
 
 
-def spoiled(fed: Any, partition: int, spoil: Callable[[Any], None]) -> Any:
-    """The federation's ClientApp, where the model of one client calls `spoil` between its first and second exchange."""
-
-    def make(context: Any) -> Any:
-        client = fed.make_client(context)
-        if context.node_config["partition-id"] == partition:
-            client.model[2].register_forward_pre_hook(lambda *_: spoil(client))
-        return client
-
-    return client_app(make)
-
-
 def killed(_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -154,7 +142,7 @@ def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
     for direct in (False, True):
         strategy = FedTAN(fraction_evaluate=0.0, direct=direct)
         used = nodes_in_means(strategy)
-        results.append(train(fed, strategy, 1, app=spoiled(fed, 1, spoil), workers=3)[0])
+        results.append(train(fed, strategy, 1, app=with_fault(fed, 1, spoil), workers=3)[0])
         assert len(used[0]) == 2
     reasons = re.findall("exchange 2: left out client 1 (.*)", flower_log.text)
     assert len(reasons) == 2
@@ -167,7 +155,7 @@ def test_too_few_clients_end_the_run_with_all_reasons(federation: Federations) -
     fed = federation((6, 6, 6), model=two_norms)
     strategy = FedTAN(fraction_evaluate=0.0, min_train_nodes=3)
     with pytest.raises(RunFailed, match=r"(?s)exchange 2: 2 of 3 .*client 1 .*the disk is gone"):
-        train(fed, strategy, 1, app=spoiled(fed, 1, failed), workers=3)
+        train(fed, strategy, 1, app=with_fault(fed, 1, failed), workers=3)
 
 
 def test_reasons_of_earlier_exchanges_are_named_as_well(federation: Federations) -> None:
@@ -194,7 +182,7 @@ def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
     fed = federation((6, 8, 5), batches=1, model=two_norms, steps=1)
     strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=2)
     used = nodes_in_means(strategy)
-    train(fed, strategy, 1, app=spoiled(fed, 1, lambda _: time.sleep(4)), workers=3)
+    train(fed, strategy, 1, app=with_fault(fed, 1, lambda _: time.sleep(4)), workers=3)
     assert len(used[0]) == 2
     assert "client 1" in flower_log.text
     assert "sent nothing to the exchange service within 2 s" in flower_log.text
@@ -208,7 +196,7 @@ def test_a_client_that_hangs_costs_at_most_half_of_the_round(
     fed = federation((6, 8, 5), batches=1, model=two_norms, steps=1)
     strategy = FedTAN(fraction_evaluate=0.0)
     used = nodes_in_means(strategy)
-    with fed.grid(spoiled(fed, 1, lambda _: time.sleep(60)), workers=3) as local:
+    with fed.grid(with_fault(fed, 1, lambda _: time.sleep(60)), workers=3) as local:
         local.start()
         strategy.start(PollingGrid(local), fed.arrays(), num_rounds=1, timeout=12)
     assert used == [[1, 3]]
