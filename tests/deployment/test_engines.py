@@ -129,10 +129,10 @@ def test_a_stopped_flwr_run_is_interrupted_and_leaves_no_process(sent: int, app:
     wait_for("the end of the simulation's processes", lambda: not living(home))
     if sent == signal.SIGKILL:  # nothing could be written
         return
-    summary = json.loads((tmp_path / "out" / "FixBN" / "summary.json").read_text())
-    assert (summary["status"], summary.get("error")) == ("interrupted", None)
+    summary = Result.read(tmp_path / "out" / "FixBN").summary
+    assert (summary.status, summary.error) == ("interrupted", None)
     words = ["fedbn", "flwr", "run", str(app), "--run-config", f"{run_config} resume=true"]
-    assert f"FixBN stopped after round {summary['rounds']} of 10000; continue with: {shlex.join(words)}\n" in (
+    assert f"FixBN stopped after round {summary.rounds} of 10000; continue with: {shlex.join(words)}\n" in (
         output.read_text()
     )
     assert (tmp_path / "out" / "report.html").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import torch
@@ -30,7 +31,8 @@ def clients_at_once(parts: Parts) -> int:
         return best
     log_once(
         f"the clients' network is small, so {best} of them would train faster at once: set engine.together=auto, which "
-        "changes the last bits of the results"
+        "changes the last bits of the results",
+        logging.INFO,
     )
     return 1
 
