@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import torch
@@ -31,8 +30,7 @@ def clients_at_once(parts: Parts) -> int:
         return best
     log_once(
         f"the clients' network is small, so {best} of them would train faster at once: set engine.together=auto, which "
-        "changes the last bits of the results",
-        logging.INFO,
+        "changes the last bits of the results"
     )
     return 1
 
