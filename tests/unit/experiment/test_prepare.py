@@ -167,7 +167,7 @@ def refused(text: str) -> str:
         ("strategy: {nmae: FixBN}", ["strategy.nmae (= 'FixBN') is not an argument of FedAvg; did you mean 'name'?"]),
         (
             "strategy: {name: FedAvg, fraction_train: half}",
-            ["strategy.fraction_train of FedAvg is 'half'", "a share of the nodes"],
+            ["strategy.fraction_train of FedAvg is 'half'", "a number > 0 and <= 1"],
         ),
         ("strategy: {name: FedAvg, base: {name: FedAvg}}", ["FedAvg wraps no other strategy"]),
         ("{rounds: 3, strategy: {name: FixBN, freeze_round: 4}}", ["freeze_round is 4, but there are 3 rounds"]),
