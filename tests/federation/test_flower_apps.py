@@ -90,7 +90,7 @@ def lines(done: subprocess.CompletedProcess[str], word: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(word)]
 
 
-@pytest.mark.parametrize("app", [NEW, OLD], ids=["new", "old"])
+@pytest.mark.parametrize("app", [NEW, pytest.param(OLD, marks=pytest.mark.slow)], ids=["new", "old"])
 def test_two_runs_have_equal_models_however_many_workers_serve(app: str, tmp_path: Path) -> None:
     first, second, alone = (run(tmp_path, app, "--workers", number) for number in ("3", "3", "0"))
     models = [[line.split(" server")[0] for line in lines(done, "model")] for done in (first, second, alone)]
@@ -98,12 +98,14 @@ def test_two_runs_have_equal_models_however_many_workers_serve(app: str, tmp_pat
     assert models[0] == models[1] == models[2]
 
 
+@pytest.mark.slow
 def test_a_debugger_can_stop_in_a_client_without_workers(tmp_path: Path) -> None:
     done = run(tmp_path, NEW, "--workers", "0")
     (pid,) = {line.rpartition(" ")[2] for line in lines(done, "model")}
     assert f"'pid': {float(pid)}" in lines(done, "clients")[0]
 
 
+@pytest.mark.slow
 def test_a_node_keeps_its_state_and_the_run_config_is_changed(tmp_path: Path) -> None:
     (found,) = lines(run(tmp_path, NEW, "--run-config", "rounds=3"), "clients")
     # Each node evaluates in each round, and trains in some.
