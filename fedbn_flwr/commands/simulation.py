@@ -118,11 +118,7 @@ def _simulate(app: str, configs: str, problem: str) -> None:
     try:
         given = {key.replace("-", "_"): value for key, value in federation.items()}
         DEFAULT_SIMULATION_CONFIG.MergeFrom(simulation_config_from_json(given))
-        nodes, backend, resources, verbose, _ = _run_simulation_settings(DEFAULT_SIMULATION_CONFIG)
-        if "num_supernodes" not in given:
-            print(
-                f"{nodes} nodes, Flower's default; for another number: --federation-config num-supernodes=N", flush=True
-            )
+        _, backend, resources, verbose, _ = _run_simulation_settings(DEFAULT_SIMULATION_CONFIG)
         run = replace(
             Run.create_empty(1),
             override_config=run_config,
@@ -131,7 +127,7 @@ def _simulate(app: str, configs: str, problem: str) -> None:
         )
         components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
         _run_simulation(
-            nodes,
+            number_of_nodes(federation),
             EventType.FLWR_SIMULATION_RUN_LEAVE,
             client_app_attr=components["clientapp"],
             server_app_attr=components["serverapp"],

@@ -216,13 +216,9 @@ class Source(Section):
     @property
     def held_out(self) -> HeldOut | None:
         """How the test split is drawn from the examples; None if the data have one."""
-        return (
-            HeldOut(share=self.test)
-            if isinstance(self.test, float)
-            else self.test
-            if isinstance(self.test, HeldOut)
-            else None
-        )
+        if isinstance(self.test, float):
+            return HeldOut(share=self.test)
+        return self.test if isinstance(self.test, HeldOut) else None
 
     def of_seed(self, seed: int) -> Self:
         """With the test split that this seed draws, if each seed draws its own."""

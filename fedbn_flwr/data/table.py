@@ -28,9 +28,8 @@ Names = tuple[str, ...]
 class Column:
     """A column: the type of its values, and a function that reads all of them."""
 
-    kind: (
-        str  # "int64", "string" and so on; "Image" of image files; "array", or a class of `datasets`, of several values
-    )
+    # "int64", "string" and so on; "Image" of image files; "array", or a class of `datasets`, of several values
+    kind: str
     read: Callable[[], np.ndarray]  # NaN or None where a value is missing
     names: Names = ()  # of the classes for which its numbers stand
 
