@@ -247,11 +247,3 @@ def test_the_picture_has_the_gamma_by_round(example: Any) -> None:
     curves = {skew: [end + (1 - end) * 0.8**number for number in range(31)] for skew, end in ends.items()}
     assert example.gammas(0.75) == pytest.approx(curves[0.75], abs=1e-12)
     assert_drawn("rounds.svg", {f"gamma-{skew:g}": curve for skew, curve in curves.items()})
-
-
-def test_the_diagram_is_the_one_that_the_script_draws(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    pictures = importlib.import_module("pictures")
-    monkeypatch.setattr(pictures, "IMAGES", tmp_path)
-    pictures.cures()
-    assert (tmp_path / "cures.svg").read_text() == (IMAGES / "cures.svg").read_text()
