@@ -21,7 +21,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.results.folder.summary import SPREAD
+from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, TASKS, Task
 
 from .settings import AUGMENTATIONS, Data, Settings, name_in, options_in
@@ -115,7 +115,8 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
     for number, name in enumerate(domains.names):
         if len(indices := (domains.test == number).nonzero()[:, 0]):
             key = re.sub(r"\W+", "_", name)
-            if key in (*rows, "of") or f"_{key}".endswith(SPREAD):
+            metric = MetricKey("accuracy", domain=key)
+            if key in (*rows, "of") or MetricKey.parse(str(metric)) != metric:
                 raise DataError(
                     f"{dataset.name!r} has the domain {name!r}, but accuracy_{key} is another metric; expected a name "
                     f"other than {', '.join((*rows, 'of'))}, and without 'std' or 'worst_tenth' as its last word; "

@@ -30,8 +30,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
-from fedbn_flwr.results.folder.summary import UNSEEN, NewcomerStatistics
-from fedbn_flwr.results.report.curves import Measure
+from fedbn_flwr.results.metric_key import UNSEEN, MetricKey, NewcomerStatistics
 from fedbn_flwr.schema import Positive, Section, Several, expects, setting
 from fedbn_flwr.tasks import LOSSES, METRICS
 from fedbn_flwr.text import file_name
@@ -497,7 +496,7 @@ class Published(BaseModel):
         if not results:
             raise ValueError("there is no result; give one by its key in summary.json, for instance accuracy: 0.7689")
         for key, value in results.items():
-            if Measure.of(key).is_fraction and (value[0] if isinstance(value, tuple) else value) > 1:
+            if MetricKey.parse(key).is_fraction and (value[0] if isinstance(value, tuple) else value) > 1:
                 raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
         return self
 

@@ -13,6 +13,7 @@ from fedbn_flwr.tasks import title_of
 from fedbn_flwr.text import in_html
 from fedbn_flwr.trees import Json
 
+from .metric_key import MetricKey
 from .read.runs import Run, find_runs
 from .report.pictures import plot
 from .report.rows import Row, choose, group
@@ -169,7 +170,7 @@ class Results(tuple[Result, ...]):
         axis
             `round`, `communication_rounds`, `mib` or `seconds`: a single panel with its legend inside.
         """
-        return plot(choose(self._rows), measure, axis)
+        return plot(choose(self._rows), None if measure is None else MetricKey.parse(measure), axis)
 
     @property
     def _rows(self) -> list[Row]:

@@ -9,6 +9,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message
@@ -24,7 +25,8 @@ from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.reply import sender_of
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.statistics import reestimate
-from fedbn_flwr.results.folder.clients import by_metric, is_count, spread
+from fedbn_flwr.results.folder.clients import by_metric, spread
+from fedbn_flwr.results.metric_key import CLIENTS, MetricKey
 from fedbn_flwr.strategies import evaluation_round
 from fedbn_flwr.tasks import goodness
 from fedbn_flwr.trees import Draft, Tree
@@ -73,7 +75,7 @@ class Evaluate(Listener):
         if self.rule.traits.has_global_model and (dataset := self.prepared.dataset) is not None:
             line |= self._on_server(dataset, model, queried=bool(set(model) - set(finished.arrays)))
         else:
-            means = {key: line.get(f"clients_{key}") for key in ("loss", *self.names)}
+            means = {key: line.get(str(MetricKey(key, CLIENTS))) for key in ("loss", *self.names)}
             line |= {key: value for key, value in means.items() if value is not None}
         return finished.with_metrics(line, clients, model=model)
 
@@ -87,13 +89,13 @@ class Evaluate(Listener):
         line = self._measure(test) | {"evaluated_with": used}
         for domain, rows in rows_by_domain(dataset).items():
             measured = self._measure(batches(dataset.test, indices=rows))
-            line |= {f"{name}_{domain}": value for name, value in measured.items() if name in self.names}
+            line |= {str(MetricKey(name, domain=domain)): measured[name] for name in self.names if name in measured}
         if run.evaluate.validation and not self.asks_clients:
             held = batches(dataset.train, indices=self.prepared.held_out)
             self._load(model, held, queried)
             measured = self._measure(held)
             keys = measured.keys() & {"loss", self.prepared.task.main}
-            line |= {f"validation_{key}": measured[key] for key in sorted(keys, reverse=True)}
+            line |= {str(MetricKey(key, "validation")): measured[key] for key in sorted(keys, reverse=True)}
         if self.threads > 1:  # the workers need the memory now, and a model is built in less time than it evaluates
             self.prepared.release()
             return_freed_memory()
@@ -116,8 +118,8 @@ class Evaluate(Listener):
         if self.only_own:
             values = {client: _of_own(metrics) for client, metrics in values.items()}
             overall = _of_own(overall)
-        by_clients = {f"clients_{name}": value for name, value in overall.items() if not name.startswith("validation_")}
-        return values, by_clients | held_out
+        shown = {name: value for name, value in overall.items() if MetricKey.parse(name).whose != "validation"}
+        return values, {str(MetricKey(name, CLIENTS)): value for name, value in shown.items()} | held_out
 
     def _load(self, arrays: ArrayRecord, examples: TestBatches, queried: bool) -> str:
         """Load the global model to evaluate it on `examples`; returns the statistics that its batch norms use."""
@@ -168,18 +170,15 @@ class Best(Listener):
 
     def _goodness(self, line: Tree) -> float:
         """How good the round of this line of the history is; minus infinity if it was not measured."""
-        return goodness(self.main, line.get(f"validation_{self.main}", math.nan))
+        return goodness(self.main, line.get(str(MetricKey(self.main, "validation")), math.nan))
 
 
 # --- the values of each client, their means and their spread ---
 
 
 def history_name(key: str) -> str:
-    """Write `own-accuracy` as `own_accuracy`, and a domain last: `own@sea-accuracy` as `own_accuracy_sea`."""
-    test_set, _, measure = key.partition("-")
-    owner, at, domain = test_set.partition("@")
-    name = (f"{owner}-{measure}-{domain}".removeprefix("-") if at else key).replace("-", "_")
-    return name.replace("num_examples", "examples")
+    """The name in the history of a metric in a message."""
+    return str(MetricKey.of_message(key))
 
 
 def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], str] = history_name) -> ByClient:
@@ -202,27 +201,22 @@ def renamed(metrics: Mapping[str, float], named: Callable[[str], str]) -> dict[s
 
 def _of_own(metrics: Mapping[str, float]) -> dict[str, float]:
     """The metrics on a client's own examples; the others are on the same ones if it was asked for nothing else."""
-    return {name: value for name, value in metrics.items() if name.startswith(("own_", "validation_"))}
+    return {name: value for name, value in metrics.items() if MetricKey.parse(name).whose in ("own", "validation")}
 
 
 def own_means(clients: ByClient) -> dict[str, float]:
     """Means over the clients' own test examples, with equal weights, over the clients that have some (of a domain)."""
-    metrics = {name: values.values() for name, values in by_metric(clients).items() if name.startswith("own_")}
-    return {name: statistics.fmean(values) for name, values in metrics.items() if not is_count(name)}
+    metrics = {MetricKey.parse(name): values.values() for name, values in by_metric(clients).items()}
+    own = {key: values for key, values in metrics.items() if key.whose == "own" and not key.is_count}
+    return {str(key): statistics.fmean(values) for key, values in own.items()}
 
 
 def validation_means(clients: ByClient, main: str) -> dict[str, float]:
     """Validation loss and main metric over the examples that all clients hold out; empty if none reports any."""
-    names = dict.fromkeys(("validation_loss", f"validation_{main}"))
-    held = [
-        metrics for metrics in clients.values() if metrics.get("validation_examples") and metrics.keys() >= {*names}
-    ]
-    total = math.fsum(metrics["validation_examples"] for metrics in held)
-    return {
-        name: math.fsum(metrics[name] * metrics["validation_examples"] for metrics in held) / total
-        for name in names
-        if held
-    }
+    examples, *names = (str(MetricKey(name, "validation")) for name in dict.fromkeys(("examples", "loss", main)))
+    held = [metrics for metrics in clients.values() if metrics.get(examples) and metrics.keys() >= {*names}]
+    total = math.fsum(metrics[examples] for metrics in held)
+    return {name: math.fsum(metrics[name] * metrics[examples] for metrics in held) / total for name in names if held}
 
 
 def spreads(clients: ByClient) -> dict[str, float]:
@@ -230,8 +224,10 @@ def spreads(clients: ByClient) -> dict[str, float]:
     metrics = by_metric(clients)
     found: dict[str, float] = {}
     for name, values in metrics.items():
+        key = MetricKey.parse(name)
         # Without `evaluate.domains` a metric of a single domain exists only on own test examples.
-        if name.removeprefix("own_") in metrics and not is_count(name):
+        if str(key.of("") if key.whose == "own" else key) in metrics and not key.is_count:
             measured = spread([*values.values()], name)
-            found |= {f"{name}_std": measured.deviation, f"{name}_worst_tenth": measured.worst_tenth}
+            over = {"std": measured.deviation, "worst_tenth": measured.worst_tenth}
+            found |= {str(replace(key, statistic=statistic)): value for statistic, value in over.items()}
     return found

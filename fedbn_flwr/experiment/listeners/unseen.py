@@ -20,6 +20,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import record_of
 from fedbn_flwr.messages.reply import reason_of
 from fedbn_flwr.norms.roles import split
+from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.strategies import evaluation_round
 
 from ..settings import Settings
@@ -71,11 +72,11 @@ class Unseen(Listener):
                 LOG.warning("round %d: client %d as a newcomer: %s", finished.number, client, reason_of(reply))
         names = dict.fromkeys((prepared.task.main, *prepared.task.reported, *map(name_of, prepared.metrics)))
         found = values_of(replies, "test_examples")
-        return {client: dict(_chosen(values, names, f"unseen_{way}_")) for client, values in found.items()}
+        return {client: dict(_chosen(values, names, f"unseen_{way}")) for client, values in found.items()}
 
 
-def _chosen(values: Mapping[str, float], names: Iterable[str], prefix: str) -> Iterator[tuple[str, float]]:
+def _chosen(values: Mapping[str, float], names: Iterable[str], whose: str) -> Iterator[tuple[str, float]]:
     """These metrics on the client's own test examples; on all if it has no share of its own."""
     for name in names:
-        if (value := values.get(f"own_{name}", values.get(name))) is not None:
-            yield prefix + name, value
+        if (value := values.get(str(MetricKey(name, "own")), values.get(name))) is not None:
+            yield str(MetricKey(name, whose)), value

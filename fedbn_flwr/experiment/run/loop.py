@@ -29,6 +29,7 @@ from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.folder.writer import RunFolder
+from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.strategies import broken_guarantees, restore
 
 from ..listeners.dynamics import Dynamics
@@ -173,4 +174,4 @@ def _in_history(prepared: Parts, key: str) -> str:
     """The name of a training metric in the history, where evaluation has taken some names."""
     name = key.replace("-", "_")
     of_evaluation = is_taken(name, prepared.task) or name in map(evaluation.name_of, prepared.metrics)
-    return f"train_{name}" if of_evaluation and not name.startswith("train_") else name
+    return str(MetricKey(name, "train")) if of_evaluation and MetricKey.parse(name).whose != "train" else name

@@ -8,7 +8,6 @@ divisor n of a whole population.
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from fedbn_flwr.tasks import is_lower_better
 from fedbn_flwr.trees import Json
 
 Client = TypeVar("Client")  # its number, or that as text
-
-_EXAMPLES = re.compile(r"(own_|test_|validation_)?examples(_|$)")
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,6 @@ def spread(values: Sequence[float], metric: str) -> Spread:
     mean = statistics.fmean(values)
     worst = sorted(values, reverse=is_lower_better(metric))[: math.ceil(len(values) / 10)]
     return Spread(mean, math.sqrt(statistics.fmean((value - mean) ** 2 for value in values)), statistics.fmean(worst))
-
-
-def is_count(metric: str) -> bool:
-    """Whether the key counts examples, for instance a client's own test examples of one domain."""
-    return _EXAMPLES.match(metric) is not None
 
 
 def by_metric(clients: Mapping[Client, Mapping[str, float]]) -> dict[str, dict[Client, float]]:

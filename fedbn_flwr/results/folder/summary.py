@@ -6,26 +6,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from fedbn_flwr.engines.metered import Traffic
 from fedbn_flwr.errors import did_you_mean
 from fedbn_flwr.storage import to_json
-from fedbn_flwr.tasks import CLASSIFICATION, METRICS, TASKS, Task, goodness
+from fedbn_flwr.tasks import CLASSIFICATION, TASKS, Task, goodness
 from fedbn_flwr.trees import Draft, Json
 
+from ..metric_key import BEST, CLIENTS, EVALUATED, OWN, MetricKey
 from .files import check
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 
-# Endings of the keys of a spread over clients, which follow the name of the metric.
-SPREAD = ("_std", "_worst_tenth")
-
 GLOBAL_MODEL = "the global model"  # a value of `accuracy_of`
-
-# Whose statistics clients use that never train (`evaluate.unseen.statistics`).
-NewcomerStatistics = Literal["mean", "batch", "own"]
-UNSEEN: tuple[NewcomerStatistics, ...] = get_args(NewcomerStatistics)
 
 
 def time_stamp() -> str:
@@ -108,9 +102,10 @@ class Summary:
             return values[name]
 
     @property
-    def domains(self) -> dict[str, float]:
-        """The metrics by domain, whose keys begin with `domain_keys`."""
-        return {key: value for key, value in self.values.items() if self._is_of_domain(key)}
+    def domains(self) -> dict[MetricKey, float]:
+        """The main metric by domain."""
+        found = {self._key(key): value for key, value in self.values.items()}
+        return {key: value for key, value in found.items() if key.domain and not key.statistic}
 
     def account(self, line: Json) -> None:
         """Add a round of the history."""
@@ -124,23 +119,34 @@ class Summary:
                 self.rounds_with_fewer_clients = fewer + (clients < self.clients_due)
         self.traffic.add(Traffic(**{key.name: line[key.name] for key in fields(Traffic)}))
         if found := self._metrics_of(line):  # an evaluated round replaces the metrics of earlier ones
-            self.values = {key: value for key, value in self.values.items() if key in _best(self.of_task)}
+            best = _best(self.of_task)
+            self.values = {key: value for key, value in self.values.items() if key in best}
         latest = {key: line[key] for key in found if line[key] is not None}
-        if (main := self.of_task.main) in latest:
-            best = f"best_test_{main}"
-            latest[best] = max(self.values.get(best, latest[main]), latest[main], key=partial(goodness, main))
+        if (main := MetricKey(self.of_task.main)).name in latest:
+            value, best_test = latest[main.name], str(main.of("best_test"))
+            latest[best_test] = max(self.values.get(best_test, value), value, key=partial(goodness, main.name))
         if "best_round" in line:
-            latest |= {"best_round": line["best_round"], f"best_validation_{main}": line[f"validation_{main}"]}
-            latest[f"best_round_{main}"] = line.get(main)
-            latest |= {f"best_round_{own}": line[own] for own in [f"clients_own_{main}"] if own in line}
+            latest["best_round"] = line["best_round"]
+            latest[str(main.of("best_validation"))] = line[str(main.of("validation"))]
+            own = [main.of(OWN)] if str(main.of(OWN)) in line else []
+            latest |= {str(key.of_best_round): line.get(str(key)) for key in (main, *own)}
         self.values |= latest
 
     def _metrics_of(self, line: Iterable[str]) -> list[str]:
-        known = {*_LATEST, *keys_of(self.of_task, self.metrics)}
-        return [key for key in line if key in known or _is_spread(key) or self._is_of_domain(key)]
+        """The keys whose last value is in the summary: of the loss, and of the metrics that the run was asked for."""
+        known = {self.of_task.main, *self.of_task.reported, *self.metrics}
 
-    def _is_of_domain(self, key: str) -> bool:
-        return key.startswith(domain_keys(self.of_task)) and not _is_spread(key)
+        def is_shown(key: MetricKey) -> bool:
+            if key.statistic:
+                return key.whose in (CLIENTS, OWN)
+            if key.domain:
+                return key.whose in EVALUATED[:3] and key.name == self.of_task.main
+            return key.whose in EVALUATED and key.name in known
+
+        return [key for key in line if key in _LATEST or is_shown(self._key(key))]
+
+    def _key(self, key: str) -> MetricKey:
+        return MetricKey.parse(key, self.of_task.main, *self.metrics)
 
     def to_json(self) -> Json:
         """One flat mapping: traffic, values and notes are not nested."""
@@ -181,33 +187,13 @@ class Summary:
 _LATEST = ("loss", "evaluated_with")
 
 
-def keys_of(task: Task, metrics: Iterable[str]) -> list[str]:
-    """The keys of metrics in history and summary, without spreads over clients and domains.
-
-    They are of the global model, of clients on all and on their own test examples, and of clients that never train.
-    """
-    places = ("", "clients_", "clients_own_", *(f"unseen_{way}_" for way in UNSEEN))
-    return list(dict.fromkeys(place + name for name in (task.main, *task.reported, *metrics) for place in places))
-
-
 def _best(task: Task) -> list[str]:
-    """The keys of the best round by validation, and of the best metric on the test examples, an optimistic choice."""
-    return ["best_round", *(f"best_{of}_{task.main}" for of in ("test", "round", "validation", "round_clients_own"))]
-
-
-def domain_keys(task: Task) -> tuple[str, ...]:
-    """The beginnings of the keys of metrics by domain, which end with the domain's name."""
-    return f"{task.main}_", f"clients_{task.main}_", f"clients_own_{task.main}_"
+    """The keys of the best round."""
+    return ["best_round", *(str(MetricKey(task.main, whose)) for whose in BEST)]
 
 
 def is_taken(name: str, task: Task) -> bool:
     """Whether history or summary have this key already, so that no metric of the user may have this name."""
-    keys = {"round", "clients", "num_examples", "broadcast_mib_per_round", *_LATEST, *keys_of(task, ()), *_best(task)}
-    keys |= {item.name for kind in (Summary, Traffic) for item in fields(kind)}
-    of_domains = (f"{metric}_" for metric in METRICS)
-    prefixes = (*of_domains, "clients_", "own_", "train_", "validation_", "unseen_")
-    return name in keys or name.startswith(prefixes) or name.endswith((*SPREAD, "examples"))
-
-
-def _is_spread(key: str) -> bool:
-    return key.startswith("clients_") and key.endswith(SPREAD)
+    own = {item.name for kind in (Summary, Traffic) for item in fields(kind)}
+    keys = {*own, *_LATEST, *_best(task), *task.reported, "round", "broadcast_mib_per_round"}
+    return name in keys or name.endswith("examples") or MetricKey.parse(name) != MetricKey(name)

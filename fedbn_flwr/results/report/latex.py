@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from fedbn_flwr.tasks import goodness
 from fedbn_flwr.text import in_latex
 
-from .curves import Measure
+from ..metric_key import MetricKey
 from .rows import Row, runs_of, sweeps
 from .tables import Lines, ReportForm, by_domain, columns, domain_table, measures_of_sweep, sweep_tables, table
 
@@ -30,16 +30,16 @@ def as_latex(rows: Sequence[Row], form: ReportForm) -> str:
     head, *body = table(rows, form)
     first: Lines = [head, *((row.title, *line[1:]) for row, line in zip(rows, body, strict=True))]
     found = [_tabular("", first, columns(rows, form), rows)]
-    for prefix, names in by_domain(rows).items():
-        measure, (title, lines) = Measure.of(prefix.removesuffix("_")), domain_table(rows, prefix, names)
-        found += [_tabular(title, lines, [measure] * (len(names) + 1), rows)] if len(lines) > 1 else []
+    for metric, keys in by_domain(rows).items():
+        title, lines = domain_table(rows, metric, keys)
+        found += [_tabular(title, lines, [metric] * (len(keys) + 1), rows)] if len(lines) > 1 else []
     for sweep in sweeps(rows):
         for measure, titled in zip(measures_of_sweep(sweep, form), sweep_tables(sweep, form), strict=True):
             found.append(_tabular(*titled, [measure] * len(sweep.values), rows))
     return "\n".join([_ABOUT, *found])
 
 
-def _tabular(title: str, lines: Lines, shown: Sequence[Measure], rows: Sequence[Row]) -> str:
+def _tabular(title: str, lines: Lines, shown: Sequence[MetricKey], rows: Sequence[Row]) -> str:
     """One `tabular` or several, each with as many columns as fit on a page.
 
     `shown` has the measures of the columns after the first; columns of a comparison may follow.
@@ -48,12 +48,12 @@ def _tabular(title: str, lines: Lines, shown: Sequence[Measure], rows: Sequence[
     return "\n".join(_part(title, [(line[0], *line[1:][part]) for line in lines], shown[part], rows) for part in parts)
 
 
-def _part(title: str, lines: Lines, shown: Sequence[Measure], rows: Sequence[Row]) -> str:
+def _part(title: str, lines: Lines, shown: Sequence[MetricKey], rows: Sequence[Row]) -> str:
     unfinished, ((first, *heads), *body) = {row.title for row in rows if row.unfinished}, lines
     best = {}
     for at, measure in enumerate(shown):
         means = [_mean(line[1 + at]) for line in body if line[0] not in unfinished]
-        best[at] = _best(measure.key, [mean for mean in means if mean is not None], rows)
+        best[at] = _best(measure, [mean for mean in means if mean is not None], rows)
         heads[at] += ", %" if measure.is_fraction and not title else ""
     unit = ", in percent" if shown and shown[0].is_fraction else ""
     text = [f"% {in_latex(title)}{unit}"] if title else []
@@ -75,10 +75,10 @@ def _mean(cell: str) -> float | None:
     return float(found[1].lstrip("<").replace(",", "")) if found else None
 
 
-def _best(key: str, means: Sequence[float], rows: Sequence[Row]) -> float:
+def _best(key: MetricKey, means: Sequence[float], rows: Sequence[Row]) -> float:
     """The best of several means of a metric; NaN for a deviation over clients, a cost or a setting."""
-    is_metric = any(type(run.summary.values.get(key)) is float for run in runs_of(rows)) and not key.endswith("_std")
-    return max(means, key=lambda mean: goodness(key, mean)) if is_metric and len(means) > 1 else math.nan
+    is_metric = any(type(run.summary.values.get(str(key))) is float for run in runs_of(rows)) and key.statistic != "std"
+    return max(means, key=lambda mean: goodness(str(key), mean)) if is_metric and len(means) > 1 else math.nan
 
 
 def _in_math(cell: str, is_best: bool) -> str:

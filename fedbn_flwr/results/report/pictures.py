@@ -18,8 +18,9 @@ from fedbn_flwr.errors import UserError, did_you_mean
 from fedbn_flwr.text import in_plot
 
 from ..folder.clients import PartitionCounts
-from .curves import AXES, Measure, curve, measures, thin
-from .rows import OWN, Row, Sweep, both, deviation, headline, mean, runs_of, sweeps
+from ..metric_key import OWN, MetricKey
+from .curves import AXES, curve, measures, thin
+from .rows import Row, Sweep, both, deviation, headline, mean, runs_of, sweeps
 from .tables import (
     DEFAULT,
     ReportForm,
@@ -139,7 +140,7 @@ def alone_all(rows: Sequence[Row], form: ReportForm) -> Iterator[Plot]:
     yield from (alone(draw, 1.5 + 0.22 * len(rows)) for draw in _of_clients(rows))
 
 
-def alone_curve(rows: Sequence[Row], measure: str, axis: str, scale: str) -> Plot:
+def alone_curve(rows: Sequence[Row], measure: MetricKey, axis: str, scale: str) -> Plot:
     figure = alone(partial(_curves, rows, rows, measure, axis))
     figure.axes[0].set_yscale(scale)
     return figure
@@ -152,27 +153,27 @@ def alone_partition(partition: PartitionCounts) -> Plot:
 # --- curves and domains ---
 
 
-def _measured(rows: Sequence[Row]) -> list[str]:
-    """The keys that have a curve."""
-    return [measure.key for measure in measures(line for run in runs_of(rows) for line in run.lines)]
+def _measured(rows: Sequence[Row]) -> list[MetricKey]:
+    """The metrics that have a curve."""
+    return measures(line for run in runs_of(rows) for line in run.lines)
 
 
-def first_of(rows: Sequence[Row], form: ReportForm) -> str:
+def first_of(rows: Sequence[Row], form: ReportForm) -> MetricKey:
     """The measure of the main picture: the first column that is asked for and has a curve, the usual one, or any."""
     known, usual = _measured(rows), headline(runs_of(rows))
-    return next((key for key in (*form.columns, usual, *known) if key in known), usual)
+    return next((key for key in (*map(MetricKey.parse, form.columns), usual, *known) if key in known), usual)
 
 
-def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = None) -> Plot:
+def plot(rows: Sequence[Row], measure: MetricKey | None = None, axis: str | None = None) -> Plot:
     """Plot the measure that runs are compared by, and the same measure of other models if there are some.
 
     `measure` is another key of the history; `axis`, a key of AXES, leaves a single panel.
     """
     from .figure import Plot
 
-    keys = _measured(rows)
-    for kind, given, known in (("measure", measure, keys), ("axis", axis, AXES)):
-        if given is not None and known and given not in known:  # without an evaluated round all plots are empty
+    keys = list(map(str, _measured(rows)))
+    for kind, given, known in (("measure", str(measure), keys if measure else ()), ("axis", str(axis), axis and AXES)):
+        if known and given not in known:  # without an evaluated round all plots are empty
             raise UserError(f"the plot has no {kind} {given!r}; {did_you_mean(given, known)}")
     measure = measure or headline(runs_of(rows))
     if axis:  # a single panel with its legend inside
@@ -195,7 +196,7 @@ def plot(rows: Sequence[Row], measure: str | None = None, axis: str | None = Non
     return figure
 
 
-def _main(rows: Sequence[Row], measure: str) -> list[list[Draw]]:
+def _main(rows: Sequence[Row], measure: MetricKey) -> list[list[Draw]]:
     """A line of panels for each measure, with a panel for each axis, and a panel for each kind of domains."""
     keys = both(measure, rows)
     lines = [line for row in rows for run in row.counted for line in run.lines]
@@ -203,18 +204,18 @@ def _main(rows: Sequence[Row], measure: str) -> list[list[Draw]]:
     axes = [axis for axis in _PANELS if axis != "communication_rounds" or within]
     # A row without a global model has its clients in the panels of their own examples only.
     of_model = [row for row in rows if not row.accuracy_of]
-    shown = {key: of_model if len(keys) > 1 and not key.startswith(OWN) else rows for key in keys}
+    shown = {key: of_model if len(keys) > 1 and key.whose != OWN else rows for key in keys}
     found: list[list[Draw]] = [[partial(_curves, rows, shown[key], key, axis) for axis in axes] for key in keys]
     return found + [[partial(_domains, rows, *domains)] for domains in by_domain(rows).items()]
 
 
-def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, panel: Axes) -> Handles:
+def _curves(rows: Sequence[Row], shown: Sequence[Row], measure: MetricKey, axis: str, panel: Axes) -> Handles:
     """Draw the rows that are in `shown`, in the styles that they have among all rows."""
     from matplotlib.ticker import MaxNLocator
 
-    measure, handles, count = Measure.of(key), {}, len(rows)
+    handles, count = {}, len(rows)
     for number, (row, style) in enumerate(zip(rows, _styles(rows), strict=True)):
-        places, found = curve([run.lines for run in row.counted], key, axis)
+        places, found = curve([run.lines for run in row.counted], measure, axis)
         if row not in shown or not places:
             continue
         means = [measure.scale * statistics.fmean(values) for values in found]
@@ -243,9 +244,9 @@ def _curves(rows: Sequence[Row], shown: Sequence[Row], key: str, axis: str, pane
     return handles
 
 
-def _domains(rows: Sequence[Row], prefix: str, names: Sequence[str], panel: Axes) -> Handles:
-    measure, found = Measure.of(prefix.removesuffix("_")), {row.title: in_domains(row, prefix, names) for row in rows}
-    handles = _side_by_side(panel, measure, [*names, "average"], found, _styles(rows))
+def _domains(rows: Sequence[Row], measure: MetricKey, keys: Sequence[MetricKey], panel: Axes) -> Handles:
+    names, found = [*(key.domain for key in keys), "average"], {row.title: in_domains(row, keys) for row in rows}
+    handles = _side_by_side(panel, measure, names, found, _styles(rows))
     _finish(panel, f"{measure.title}, by domain", grid="y", ylabel=measure.unit)
     return handles
 
@@ -257,7 +258,7 @@ def _has_band(row: Row, rows: Sequence[Row]) -> bool:
 
 def _side_by_side(
     panel: Axes,
-    measure: Measure,
+    measure: MetricKey,
     names: Sequence[str],
     found: Mapping[str, Sequence[Sequence[float]]],
     styles: Sequence[Style],
@@ -301,9 +302,9 @@ def _of_sweeps(found: Sequence[Sweep], form: ReportForm) -> list[Draw]:
     return [partial(_dots, sweep, measure, labels) for sweep in found for measure in measures_of_sweep(sweep, form)]
 
 
-def _dots(sweep: Sweep, measure: Measure, labels: Sequence[str], panel: Axes) -> Handles:
+def _dots(sweep: Sweep, measure: MetricKey, labels: Sequence[str], panel: Axes) -> Handles:
     lines = {label: [sweep.lines.get(label, {}).get(word) for word in sweep.values] for label in labels}
-    found = {label: [row.values(measure.key) if row else [] for row in line] for label, line in lines.items()}
+    found = {label: [row.values(measure) if row else [] for row in line] for label, line in lines.items()}
     diverged = {
         (label, place): row.divergence + row.marks.removeprefix(f" [{row.unfinished}]")
         for label, line in lines.items()
@@ -332,7 +333,7 @@ def _of_clients(rows: Sequence[Row]) -> list[Draw]:
     return [partial(_boxes, rows, key, measure) for key, measure in metrics.items()]
 
 
-def _boxes(rows: Sequence[Row], key: str, measure: Measure, panel: Axes) -> Handles:
+def _boxes(rows: Sequence[Row], key: str, measure: MetricKey, panel: Axes) -> Handles:
     """The box is the middle half of the clients, its line the median, the diamond the mean; whiskers reach to the
     extremes.
     """

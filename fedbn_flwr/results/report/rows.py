@@ -15,33 +15,29 @@ from fedbn_flwr.text import in_words
 from fedbn_flwr.trees import Json
 
 from ..folder.summary import GLOBAL_MODEL
+from ..metric_key import BEST, OWN, MetricKey
 from ..read.runs import Run, is_number
-from .curves import Measure
 
 _ENDING = 32  # characters of the ending of a row's name; what differs is also a table
 
 
-OWN = "clients_own_"  # the prefix of a metric on the clients' own test examples
-
-
-def headline(runs: Sequence[Run]) -> str:
+def headline(runs: Sequence[Run]) -> MetricKey:
     """The metric that a comparison is about, which is the first in all tables and pictures.
 
     It is the main metric of the runs' task, or of the first one that all runs have. If clients of a run have models of
     their own, it is this metric on the clients' own examples, provided that all runs have it.
     """
     evaluated = [run.values for run in runs if run.summary.main is not None]
-    mains = list(
-        dict.fromkeys(run.summary.of_task.main for run in runs if run.summary.main is not None or not evaluated)
-    )
+    mains = [run.summary.of_task.main for run in runs if run.summary.main is not None or not evaluated]
     main = next((main for main in mains if all(main in keys for keys in evaluated)), [*mains, "accuracy"][0])
-    is_own = evaluated and any(run.summary.personal for run in runs) and all(OWN + main in keys for keys in evaluated)
-    return OWN + main if is_own else main
+    own = MetricKey(main, OWN)
+    is_own = any(run.summary.personal for run in runs) and all(str(own) in keys for keys in evaluated)
+    return own if evaluated and is_own else MetricKey(main)
 
 
-def both(key: str, rows: Iterable[Row]) -> list[str]:
+def both(key: MetricKey, rows: Iterable[Row]) -> list[MetricKey]:
     """A metric, and the same one of the global model or on the clients' own examples, if a row has it."""
-    other = key.removeprefix(OWN) if key.startswith(OWN) else OWN + key
+    other = key.of("" if key.whose == OWN else OWN)
     return [key, *([other] if any(row.values(other) for row in rows) else [])]
 
 
@@ -109,17 +105,18 @@ class Row:
         """Its settings are the settings of all, except for the seed."""
         return self.runs[0]
 
-    def values(self, key: str) -> list[float]:
+    def values(self, metric: MetricKey) -> list[float]:
         """The values of all counted runs; empty if one of them has no value, or if they diverged.
 
         Runs that diverged only have best values and costs.
         """
-        if self.diverged and not key.startswith("best_") and key in self.first.summary.values:
+        key = str(metric)
+        if self.diverged and metric.whose not in BEST and key in self.first.summary.values:
             return []
         found = [run.values[key] for run in self.counted if key in run.values]
         return list(map(float, found)) if len(found) == len(self.counted) else []
 
-    def by_seed(self, key: str) -> dict[int, float]:
+    def by_seed(self, key: MetricKey) -> dict[int, float]:
         """The mean of each seed: repetitions of a seed count as one."""
         values: dict[int, list[float]] = {}
         for run, value in zip(self.counted, self.values(key), strict=False):
@@ -214,7 +211,7 @@ def validation(row: Row) -> list[float]:
     """The main metric on held-out training examples, of each run that counts and has not failed."""
     found = []
     for run in row.counted:
-        key = f"validation_{run.summary.of_task.main}"
+        key = str(MetricKey(run.summary.of_task.main, "validation"))
         values = [line[key] for line in run.lines if line.get(key) is not None]
         if run.summary.status != "failed" and values and math.isfinite(values[-1]):
             found.append(float(values[-1]))
@@ -240,14 +237,14 @@ class Sweep:
     lines: dict[str, dict[str, Row]]  # label -> value in words -> row
 
     @property
-    def measures(self) -> list[Measure]:
+    def measures(self) -> list[MetricKey]:
         """The published measure, or the one that runs are compared by; and the same one of other models."""
         rows = [row for line in self.lines.values() for row in line.values()]
         runs = runs_of(rows)
-        known = dict.fromkeys(key for run in runs for key in run.published)
+        known = list(map(MetricKey.parse, dict.fromkeys(key for run in runs for key in run.published)))
         first = headline(runs)
-        fractions = (key for key in known if Measure.of(key).is_fraction)
-        return list(map(Measure.of, both(first if first in known else next(fractions, first), rows)))
+        fractions = (key for key in known if key.is_fraction)
+        return both(first if first in known else next(fractions, first), rows)
 
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -21,11 +21,9 @@ from fedbn_flwr.text import in_csv, in_markdown, on_page, printable
 from fedbn_flwr.trees import Draft, Json
 
 from ..folder.clients import PartitionCounts, spread
-from ..folder.summary import UNSEEN, domain_keys
+from ..metric_key import CLIENTS, EVALUATED, OWN, WHOSE, MetricKey
 from ..read.runs import Run
-from .curves import Measure
 from .rows import (
-    OWN,
     Row,
     Sweep,
     candidates,
@@ -61,35 +59,35 @@ class ReportForm:
 DEFAULT = ReportForm()
 
 
-def columns(rows: Sequence[Row], form: ReportForm) -> list[Measure]:
+def columns(rows: Sequence[Row], form: ReportForm) -> list[MetricKey]:
     """The columns of the form; by default the main metric, others that a row has, and the costs."""
     runs = runs_of(rows)
     known = {key for run in runs for key, value in run.values.items() if type(value) in (int, float)}
     if unknown := [key for key in form.columns if key not in known]:
-        in_summary = f"clients_{unknown[0]}"  # what it calls a metric of clients.jsonl
+        in_summary = str(MetricKey(unknown[0], CLIENTS))  # what it calls a metric of clients.jsonl
         hint = did_you_mean(in_summary if in_summary in known else unknown[0], known)
         raise UserError(f"no run has a metric {unknown[0]!r} in its summary.json; {hint}")
     main = headline(runs)
     keys = {main: None}
     for summary in (run.summary for run in runs):
-        task = summary.of_task
-        best = f"best_test_{task.main}", f"best_round_{main}", f"best_round_{task.main}"
-        of_clients = (f"clients_{place}{name}" for name in (task.main, *summary.metrics) for place in ("", "own_"))
-        unseen = (f"unseen_{way}_{task.main}" for way in UNSEEN)
-        keys |= dict.fromkeys((task.main, *best, *of_clients, *unseen, *task.reported, *summary.metrics))
-    shown = [key for key in (*keys, *COSTS) if key == main or any(row.values(key) for row in rows)]
-    return list(map(Measure.of, form.columns or shown))
+        task = MetricKey(summary.of_task.main)
+        best = task.of("best_test"), main.of_best_round, task.of_best_round
+        of_clients = (MetricKey(name, whose) for name in (task.name, *summary.metrics) for whose in (CLIENTS, OWN))
+        others = map(MetricKey, (*summary.of_task.reported, *summary.metrics))
+        keys |= dict.fromkeys((task, *best, *of_clients, *map(task.of, EVALUATED[3:]), *others))
+    shown = [key for key in (*keys, *map(MetricKey, COSTS)) if key == main or any(row.values(key) for row in rows)]
+    return list(map(MetricKey.parse, form.columns)) or shown
 
 
 def table(rows: Sequence[Row], form: ReportForm = DEFAULT) -> Lines:
     """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
     shown, compared = columns(rows, form), against(rows, form)
     headings = (f"difference to {form.baseline}", "95 % interval", "p", "pairs") if compared else ()
-    lines: Lines = [("run", *(measure.title for measure in shown), *headings)]
+    lines: Lines = [("run", *(key.title for key in shown), *headings)]
     runs = [run.values for run in runs_of(rows)]
-    digits = [measure.digits([run[measure.key] for run in runs if measure.key in run]) for measure in shown]
+    digits = [key.digits([run[str(key)] for run in runs if str(key) in run]) for key in shown]
     for row in rows:
-        cells = [as_measured(measure, row.values(measure.key), n) for measure, n in zip(shown, digits, strict=True)]
+        cells = [as_measured(key, row.values(key), n) for key, n in zip(shown, digits, strict=True)]
         if compared:
             cells += _of_pairs(compared.get(row.label), shown[0], digits[0])
         seeds = f" ({repetitions(row)})" if 1 < len(row.runs) == len(row.counted) else ""
@@ -147,7 +145,7 @@ def against(rows: Sequence[Row], form: ReportForm) -> dict[str, Paired]:
             f"{count} row{'s are' if alike else ' is'} called {form.baseline!r}; "
             f"{did_you_mean(form.baseline, [row.label for row in alike] or labels)}"
         )
-    key = columns(rows, form)[0].key
+    key = columns(rows, form)[0]
     values = base.by_seed(key)
     return {
         label: paired(row.by_seed(key), values, max(map(test_to_train, (row, base))))
@@ -169,12 +167,12 @@ def held_out(row: Row) -> HeldOut | None:
     return None
 
 
-def _of_pairs(found: Paired | None, measure: Measure, digits: int) -> list[str]:
+def _of_pairs(found: Paired | None, key: MetricKey, digits: int) -> list[str]:
     """Cells of a comparison; the baseline's are empty."""
     if found is None:
         return ["-"] * 4
     difference, low, high = (
-        f"{measure.scale * value:+,.{digits}f}" if math.isfinite(value) else "-"
+        f"{key.scale * value:+,.{digits}f}" if math.isfinite(value) else "-"
         for value in (found.difference, found.low, found.high)
     )
     p = "-" if math.isnan(found.p) else "<0.001" if found.p < 0.001 else f"{found.p:.3f}"
@@ -186,7 +184,7 @@ def _of_pairs(found: Paired | None, measure: Measure, digits: int) -> list[str]:
 
 def numbers(rows: Sequence[Row], form: ReportForm) -> Sequence[Json]:
     """A line per row: mean and standard deviation of each column, and how many of the row's runs count."""
-    compared, keys, found = against(rows, form), [measure.key for measure in columns(rows, form)], []
+    compared, keys, found = against(rows, form), columns(rows, form), []
     for row in rows:
         line: Draft = {
             "run": row.label.removesuffix(row.accuracy_of),
@@ -199,8 +197,8 @@ def numbers(rows: Sequence[Row], form: ReportForm) -> Sequence[Json]:
         for key in keys:
             values = row.values(key)
             value, off = mean(values) if values else math.nan, deviation(values)
-            whole = value.is_integer() and all(type(run.values[key]) is int for run in row.counted)
-            line |= {key: int(value) if whole else value, f"{key}_std": math.nan if off is None else off}
+            whole = value.is_integer() and all(type(run.values[str(key)]) is int for run in row.counted)
+            line |= {str(key): int(value) if whole else value, f"{key}_std": math.nan if off is None else off}
         found.append(line | (asdict(compared.get(row.label) or Paired(0)) if compared else {}))
     return found
 
@@ -215,35 +213,36 @@ def as_csv(rows: Sequence[Row], form: ReportForm) -> str:
 # --- domains and clients ---
 
 
-def by_domain(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """The domains of the main metric that at least one run has, by the prefix of their keys."""
-    keys = dict.fromkeys(key for run in runs_of(rows) for key in run.summary.domains)
-    prefixes = dict.fromkeys(prefix for run in runs_of(rows) for prefix in domain_keys(run.summary.of_task))
-    found = {prefix: [key.removeprefix(prefix) for key in keys if key.startswith(prefix)] for prefix in prefixes}
-    return {prefix: names for prefix, names in found.items() if names}
+def by_domain(rows: Sequence[Row]) -> dict[MetricKey, list[MetricKey]]:
+    """The main metric, and the same one in each domain that at least one run has; of the global model first."""
+    found: dict[MetricKey, list[MetricKey]] = {}
+    for key in dict.fromkeys(key for run in runs_of(rows) for key in run.summary.domains):
+        found.setdefault(replace(key, domain=""), []).append(key)
+    return dict(sorted(found.items(), key=lambda item: list(WHOSE).index(item[0].whose)))
 
 
-def in_domains(row: Row, prefix: str, names: Sequence[str]) -> list[list[float]]:
+def in_domains(row: Row, keys: Sequence[MetricKey]) -> list[list[float]]:
     """The values of its runs in each domain, and their unweighted mean, if all runs have all domains."""
-    found = [row.values(prefix + name) for name in names]
+    found = list(map(row.values, keys))
     return [*found, list(map(statistics.fmean, zip(*found, strict=True))) if all(found) else []]
 
 
-def domain_table(rows: Sequence[Row], prefix: str, names: Sequence[str]) -> Table:
-    lines: Lines = [("run", *names, "average")]
-    measure = Measure.of(prefix.removesuffix("_"))
+def domain_table(rows: Sequence[Row], metric: MetricKey, keys: Sequence[MetricKey]) -> Table:
+    lines: Lines = [("run", *(key.domain for key in keys), "average")]
     for row in rows:
-        if any(columns := in_domains(row, prefix, names)):
-            lines.append((row.title, *(as_measured(measure, values) for values in columns)))
-    return f"{measure.title}, by domain", lines
+        if any(columns := in_domains(row, keys)):
+            lines.append((row.title, *(as_measured(metric, values) for values in columns)))
+    return f"{metric.title}, by domain", lines
 
 
-def measures_of_clients(run: Run) -> dict[str, Measure]:
-    """The main metric and `evaluate.metrics`, first on the clients' own test examples."""
-    main, summary = run.summary.of_task.main, run.summary
-    names = dict.fromkeys((main, *summary.metrics))
-    keys = [*(f"own_{name}" for name in names), *names]
-    return {key: Measure.of_client(key) for key in keys if key in run.clients}
+def measures_of_clients(run: Run) -> dict[str, MetricKey]:
+    """The main metric and `evaluate.metrics` by their keys in clients.jsonl, first on the clients' own examples."""
+    names = dict.fromkeys((run.summary.of_task.main, *run.summary.metrics))
+    keys = {str(MetricKey(name, own)): MetricKey(name, whose) for own, whose in _PLACES.items() for name in names}
+    return {key: metric for key, metric in keys.items() if key in run.clients}
+
+
+_PLACES = {"own": OWN, "": CLIENTS}  # of metrics in clients.jsonl
 
 
 def client_table(rows: Sequence[Row]) -> Lines:
@@ -260,7 +259,7 @@ def client_table(rows: Sequence[Row]) -> Lines:
                 (
                     row.title,
                     measure.title,
-                    as_measured(Measure.of("clients"), [len(values) for values in seeds]),
+                    as_measured(MetricKey("clients"), [len(values) for values in seeds]),
                     *shown,
                 )
             )
@@ -286,9 +285,9 @@ def participation_table(rows: Sequence[Row]) -> Lines:
 # --- sweeps, candidates, published results ---
 
 
-def measures_of_sweep(sweep: Sweep, form: ReportForm) -> list[Measure]:
+def measures_of_sweep(sweep: Sweep, form: ReportForm) -> list[MetricKey]:
     """A table and a panel each: the columns that are asked for, or what its runs are compared by."""
-    return list(map(Measure.of, form.columns)) or sweep.measures
+    return list(map(MetricKey.parse, form.columns)) or sweep.measures
 
 
 def sweep_tables(sweep: Sweep, form: ReportForm = DEFAULT) -> list[Table]:
@@ -303,8 +302,8 @@ def sweep_tables(sweep: Sweep, form: ReportForm = DEFAULT) -> list[Table]:
     return found
 
 
-def _cell_of(row: Row, measure: Measure) -> str:
-    values = row.values(measure.key)
+def _cell_of(row: Row, measure: MetricKey) -> str:
+    values = row.values(measure)
     return row.divergence if row.diverged and not values else as_measured(measure, values) + row.marks
 
 
@@ -314,12 +313,12 @@ def candidates_tables(rows: Sequence[Row]) -> list[Table]:
     If clients evaluate their own models on their own data, so does the test metric.
     """
     chosen, found = choose(rows), dict[str, Lines]()
-    places = [(row.first.cell.get("row"), row.first.summary.of_task.main, row) for row in candidates(rows)]
-    own = {(name, main) for name, main, row in places if any(OWN + main in run.values for run in row.runs)}
+    places = [(row.first.cell.get("row"), MetricKey(row.first.summary.of_task.main), row) for row in candidates(rows)]
+    own = {(name, main) for name, main, row in places if any(str(main.of(OWN)) in run.values for run in row.runs)}
     for name, main, row in places:
         values, is_own = validation(row), (name, main) in own
-        measure = Measure.of(OWN + main if is_own else main)
-        whose = f"{Measure.of(main).title} on {'own ' * is_own}held-out training examples"
+        measure = main.of(OWN) if is_own else main
+        whose = f"{main.title} on {'own ' * is_own}held-out training examples"
         title = f"candidates: the best is chosen by the {whose}, mean over seeds"
         head = ("run", f"validation {measure.title}", f"test {measure.title}", "seeds", "chosen")
         lines = found.setdefault(title, [head])
@@ -337,7 +336,8 @@ def published(rows: Sequence[Row]) -> Lines:
             f"other set-up ({found['differs']})" if found.get("differs") else "not finished" if row.unfinished else ""
         )
         for key, (value, within) in row.first.published.items():
-            measure, measured = Measure.of(key), row.values(key)
+            measure = MetricKey.parse(key)
+            measured = row.values(measure)
             digits = measure.digits([value, *measured])
             known = as_measured(measure, [value], digits)
             known += "" if within is None else f" ± {measure.scale * within:.{digits}f}"
@@ -377,11 +377,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
     mains = dict.fromkeys(run.summary.of_task.main for run in runs)
     if lower := [title_of(main) for main in mains if is_lower_better(main)]:
         found.append(f"Lower is better: {', '.join(lower)}.")
-    for key in (OWN + main for main in mains):
-        personal = any(run.summary.personal and key in run.values for run in runs)
-        if lacking := [row.label for row in rows if personal and row.values(key[len(OWN) :]) and not row.values(key)]:
+    for main in map(MetricKey, mains):
+        own = main.of(OWN)
+        personal = any(run.summary.personal and str(own) in run.values for run in runs)
+        if lacking := [row.label for row in rows if personal and row.values(main) and not row.values(own)]:
             found.append(
-                f"No {Measure.of(key).title}: {', '.join(lacking)}, whose clients were not evaluated. To measure it, "
+                f"No {own.title}: {', '.join(lacking)}, whose clients were not evaluated. To measure it, "
                 "train these runs again: delete their folders and resume."
             )
     if any((run.config.get("data") or {}).get("random") for run in runs):
@@ -425,7 +426,7 @@ def partition_table(partition: PartitionCounts) -> str:
 # --- text of each format ---
 
 
-def as_measured(measure: Measure, values: Sequence[float], digits: int | None = None) -> str:
+def as_measured(measure: MetricKey, values: Sequence[float], digits: int | None = None) -> str:
     """The mean, and the standard deviation: of costs such as rounds only if they differ.
 
     A deviation of zero has no digits; for a small one of a metric there are more, so that it does not look like zero.
@@ -435,7 +436,7 @@ def as_measured(measure: Measure, values: Sequence[float], digits: int | None = 
     digits = measure.digits(values) if digits is None else digits
     scaled = [value * measure.scale for value in values]
     middle, spread = mean(scaled), deviation(scaled)
-    is_cost = measure.key in COSTS or all(type(value) is int for value in values)
+    is_cost = str(measure) in COSTS or all(type(value) is int for value in values)
     if spread is None or spread <= 1e-9 * abs(middle):  # of equal values, but for rounding
         return f"{middle:,.{digits}f}{measure.unit}" + ("" if spread is None or is_cost else " ± 0")
     if not is_cost:

@@ -23,11 +23,12 @@ from fedbn_flwr.trees import Json
 from fedbn_flwr.yaml_text import dump_yaml
 
 from ..folder.files import write_text
+from ..metric_key import OWN, MetricKey
 from ..read.runs import Run, find_runs, is_number
 from .curves import measures, spent
 from .latex import as_latex
 from .pictures import alone_all, alone_curve, alone_partition, clients_plot, first_of, plot, sweeps_plot
-from .rows import OWN, Row, both, choose, group, runs_of, sweeps
+from .rows import Row, both, choose, group, runs_of, sweeps
 from .tables import (
     DEFAULT,
     ReportForm,
@@ -112,9 +113,10 @@ def _content(run: Run, chosen: bool) -> Json:
     Candidates of `tune` that are not in the other tables and plots have `"chosen": false`.
     """
     task, curve = run.summary.of_task, []
+    own = str(MetricKey(task.main, OWN))
     for line, until in zip(run.lines, spent(run.lines), strict=True):
         if line.get(task.main) is not None:
-            metrics = {key: line[key] for key in (*task.reported, "loss", OWN + task.main) if line.get(key) is not None}
+            metrics = {key: line[key] for key in (*task.reported, "loss", own) if line.get(key) is not None}
             curve.append(metrics | {key: until[key] for key in _CURVE})
     found = {"settings": run.config, "summary": run.values, "curve": curve, "clients": run.clients}
     return found if chosen else found | {"chosen": False}
@@ -161,11 +163,11 @@ def _pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Pictures:
     yield "Pictures", "", alone_all(rows, form)
     main = both(first_of(rows, form), rows)
     lines = [line for row in rows for run in row.counted for line in run.lines]
-    for measure in sorted(measures(lines), key=lambda measure: measure.key != main[0])[:_CURVES]:
-        axis = "seconds" if measure.key in main else "round"  # others are in the plot
-        values = [line[measure.key] for line in lines if is_number(line.get(measure.key))]
+    for measure in sorted(measures(lines), key=lambda measure: measure != main[0])[:_CURVES]:
+        axis = "seconds" if measure in main else "round"  # others are in the plot
+        values = [line[str(measure)] for line in lines if is_number(line.get(str(measure)))]
         scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
-        yield "Curves", measure.title, [alone_curve(rows, measure.key, axis, scale) for scale in scales]
+        yield "Curves", measure.title, [alone_curve(rows, measure, axis, scale) for scale in scales]
     known = (row.first.files.partition() for row in rows)  # other seeds are alike
     for found in {repr(counts): counts for counts in known if counts}.values():
         shown = replace(found, counts=found.counts[:_CLIENTS], clients=found.clients[:_CLIENTS])

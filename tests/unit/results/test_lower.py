@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import Result, cli
+from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import choose, group
 from fedbn_flwr.results.report.tables import ReportForm, candidates_tables, table
@@ -147,5 +147,5 @@ def test_status_and_result_name_the_figure(runs: Path, tmp_path: Path, capsys: p
     ],
 )
 def test_figures_are_shown_with_about_five_digits(values: list[float], digits: int) -> None:
-    assert Measure.of("rmse").digits(values) == digits
-    assert Measure.of("accuracy").digits(values) == 2
+    assert MetricKey.parse("rmse").digits(values) == digits
+    assert MetricKey.parse("accuracy").digits(values) == 2

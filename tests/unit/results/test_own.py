@@ -12,8 +12,8 @@ from matplotlib.mathtext import MathTextParser
 
 from fedbn_flwr import Results
 from fedbn_flwr.errors import UserError
+from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.latex import as_latex
 from fedbn_flwr.results.report.pictures import plot, sweeps_plot
 from fedbn_flwr.results.report.rows import Row, group, headline, sweeps
@@ -52,14 +52,14 @@ def test_if_a_run_personalises_the_metric_on_own_examples_is_first_everywhere(
 ) -> None:
     write_both(tmp_path / "runs", main, **kind)
     rows = rows_of(tmp_path / "runs")
-    assert headline(find_runs([tmp_path / "runs"])) == f"clients_own_{main}"
+    assert headline(find_runs([tmp_path / "runs"])) == MetricKey(main, "clients_own")
     heads, *lines = table(rows)
-    assert heads[1:3] == (title, Measure.of(main).title)
-    shares = [as_measured(Measure.of(main), [value]) for value in (0.5, 0.75, 0.875)]
+    assert heads[1:3] == (title, MetricKey.parse(main).title)
+    shares = [as_measured(MetricKey.parse(main), [value]) for value in (0.5, 0.75, 0.875)]
     assert [line[1:3] for line in lines] == [(shares[0], shares[1]), (shares[2], shares[0])]
     unit = ", %" if "%" in shares[0] else ""
     axes = [panel.get_ylabel() for panel in plot(rows).axes]
-    assert [axes[0], axes[2]] == [title + unit, Measure.of(main).title + unit]
+    assert [axes[0], axes[2]] == [title + unit, MetricKey.parse(main).title + unit]
     write_report([tmp_path / "runs"], tmp_path / "out")
     page = (tmp_path / "out" / "report.html").read_text()
     curves = re.findall(r"<summary>([^<]+)</summary>", page[page.index('id="Curves"') :])
@@ -155,7 +155,7 @@ def test_candidates_of_all_runs_are_compared_on_own_examples(tmp_path: Path) -> 
     ],
 )
 def test_a_deviation_is_zero_only_if_all_values_are_equal(key: str, values: list[float], shown: str) -> None:
-    assert as_measured(Measure.of(key), values) == shown
+    assert as_measured(MetricKey.parse(key), values) == shown
 
 
 def test_every_number_of_a_latex_table_is_a_formula(tmp_path: Path) -> None:

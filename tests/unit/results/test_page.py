@@ -13,8 +13,9 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.results.folder.clients import PartitionCounts
+from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.curves import POINTS, Measure, curve, measures, thin
+from fedbn_flwr.results.report.curves import POINTS, curve, measures, thin
 from fedbn_flwr.results.report.pictures import alone_partition, plot
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import as_markdown, as_text, table
@@ -83,17 +84,17 @@ def test_a_curve_has_the_rounds_of_all_runs_and_what_was_spent_until_then() -> N
     runs = [history(6, every=2), slow]
     places = {"round": [2, 4], "communication_rounds": [2, 4], "mib": [4, 8], "seconds": [2.0, 4.0]}
     for axis, at in places.items():  # seconds: mean of 1 and 3, of 2 and 6
-        assert curve(runs, "accuracy", axis) == (at, [[0.02, 0.02], [0.04, 0.04]])
+        assert curve(runs, MetricKey("accuracy"), axis) == (at, [[0.02, 0.02], [0.04, 0.04]])
 
 
 def test_a_round_that_diverged_is_left_out() -> None:
     lines = history(3)
     lines[1]["accuracy"] = math.nan
-    assert curve([lines], "accuracy", "round") == ([1, 3], [[0.01], [0.03]])
+    assert curve([lines], MetricKey("accuracy"), "round") == ([1, 3], [[0.01], [0.03]])
 
 
 def test_long_runs_are_thinned_evenly_with_first_and_last_round() -> None:
-    rounds, _ = curve([history(10_000, every=7)], "accuracy", "round")
+    rounds, _ = curve([history(10_000, every=7)], MetricKey("accuracy"), "round")
     assert (len(rounds), rounds[0], rounds[-1]) == (POINTS, 7, 9996)
     assert {later - earlier for earlier, later in itertools.pairwise(rounds)} <= {21, 28}
     assert thin(range(5), 5) == [0, 1, 2, 3, 4]
@@ -114,18 +115,21 @@ def test_long_runs_are_thinned_evenly_with_first_and_last_round() -> None:
         ("best_test_rmse", "best RMSE on test", False),
         ("train_loss", "training loss", False),
         ("my_metric", "my metric", False),
+        ("accuracy_std", "accuracy, deviation over clients", True),
+        ("clients_own_macro_f1_a_b_worst_tenth", "macro F1 on own data, domain a_b, mean of the worst tenth", True),
         ("validation_accuracy", "validation accuracy", True),
         ("best_round", "best round", False),
         ("best_round_clients_own_accuracy", "accuracy on own data of the best round", True),
     ],
 )
 def test_measures_are_named_in_words(key: str, title: str, fraction: bool) -> None:
-    measure = Measure.of(key)
+    measure = MetricKey.parse(key)
+    assert str(measure) == key
     assert (measure.title, measure.is_fraction, measure.scale) == (title, fraction, 100 if fraction else 1)
 
 
 def test_traffic_and_seconds_are_no_measures() -> None:
-    keys = [measure.key for measure in measures(history(2, mean_iou=0.1, accuracy_sea=0.5))]
+    keys = list(map(str, measures(history(2, mean_iou=0.1, accuracy_sea=0.5))))
     assert keys == ["accuracy", "mean_iou", "accuracy_sea"]
 
 

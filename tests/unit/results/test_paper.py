@@ -16,6 +16,7 @@ from scipy import stats
 
 from fedbn_flwr import Results, cli
 from fedbn_flwr.errors import MissingPackage, UserError
+from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import plot
 from fedbn_flwr.results.report.rows import group
@@ -221,7 +222,7 @@ def test_what_a_table_cannot_show_is_named(
 
 
 def test_a_plot_for_a_paper_is_one_panel(runs: Path, tmp_path: Path) -> None:
-    figure = plot(group(find_runs([runs])), "loss", "seconds")
+    figure = plot(group(find_runs([runs])), MetricKey("loss"), "seconds")
     figure.set_size_inches(3.4, 2.6)
     (panel,) = figure.axes
     assert (panel.get_xlabel(), panel.get_ylabel()) == ("seconds", "loss")
@@ -242,7 +243,7 @@ def test_few_rows_have_a_band(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("look", "message"),
     [
-        ({"measure": "acuracy"}, "no measure 'acuracy'; did you mean 'accuracy'"),
+        ({"measure": MetricKey("acuracy")}, "no measure 'acuracy'; did you mean 'accuracy'"),
         ({"axis": "time"}, "no axis 'time'; .*communication_rounds, mib, round, seconds"),
     ],
 )

@@ -13,8 +13,8 @@ import yaml
 from PIL import Image
 
 from fedbn_flwr import Results, cli
+from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.curves import Measure
 from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import Row, group, headline
 from fedbn_flwr.results.report.tables import (
@@ -161,19 +161,24 @@ def test_runs_are_compared_by_the_main_figure_of_their_task(tmp_path: Path) -> N
         accuracy = {"accuracy": None} if task == "regression" else {}
         lines = [{"accuracy": 0.5, "loss": 1.0, known: 0.3, **accuracy}]
         write_run(tmp_path / name, name, task=task, lines=lines)
-    assert headline(find_runs([tmp_path / "a"])) == "mean_iou"
-    assert headline(find_runs([tmp_path / "b"])) == "accuracy", "of classification"
-    assert headline(find_runs([tmp_path / "a", tmp_path / "b"])) == "accuracy", "which both have"
-    assert headline(find_runs([tmp_path / "c"])) == "rmse"
-    assert headline(find_runs([tmp_path / "c", tmp_path / "d"])) == "rmse", "no figure is of both"
+    assert str(headline(find_runs([tmp_path / "a"]))) == "mean_iou"
+    assert str(headline(find_runs([tmp_path / "b"]))) == "accuracy", "of classification"
+    assert str(headline(find_runs([tmp_path / "a", tmp_path / "b"]))) == "accuracy", "which both have"
+    assert str(headline(find_runs([tmp_path / "c"]))) == "rmse"
+    assert str(headline(find_runs([tmp_path / "c", tmp_path / "d"]))) == "rmse", "no figure is of both"
 
 
 @pytest.mark.parametrize(
     ("values", "text"),
-    [([math.inf, 1.0], "inf"), ([math.inf, -math.inf], "nan"), ([1.0, math.nan], "nan"), ([1.0, 2.0], "1.50 ± 0.71")],
+    [
+        ([math.inf, 1.0], "inf"),
+        ([math.inf, -math.inf], "nan"),
+        ([1.0, math.nan], "nan"),
+        ([1.0, 2.0], "1.5000 ± 0.7071"),
+    ],
 )
 def test_a_deviation_is_of_finite_values(values: list[float], text: str) -> None:
-    assert as_measured(Measure("x", "x", places=2), values) == text
+    assert as_measured(MetricKey("x"), values) == text
 
 
 @pytest.mark.slow

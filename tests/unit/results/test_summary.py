@@ -18,6 +18,7 @@ from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.results.folder.reader import deciding
 from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.folder.writer import RunFolder
+from fedbn_flwr.results.metric_key import MetricKey
 
 
 def begun() -> Summary:
@@ -49,7 +50,7 @@ def test_rounds_add_up_and_the_last_evaluation_counts() -> None:
     of = found.values
     assert (of["evaluated_with"], of["clients_accuracy"]) == ("reestimated", 0.625)
     assert "mean_iou" not in of, "of an earlier round"
-    assert found.domains == {"accuracy_sea": 0.125}
+    assert found.domains == {MetricKey("accuracy", domain="sea"): 0.125}
     assert found.traffic == Traffic(5, 10, 10, 500, 250, 750, elements_up_per_client=5)
 
 
