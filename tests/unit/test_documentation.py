@@ -100,7 +100,7 @@ def test_the_readme_configures_the_superlink_that_it_names() -> None:
 def test_the_readme_decides_as_the_page_does() -> None:
     def decisions(page: str) -> list[list[str]]:
         text = re.sub(r"\(docs/(which-strategy\.md)?", "(", (ROOT / page).read_text(encoding="utf-8"))
-        return [row.split("|")[:3] for row in re.findall(r"^\| ((?:have|hold) .*)", text, re.MULTILINE)]
+        return [row.split("|")[:3] for row in re.findall(r"^\| ((?:have|hold|train) .*)", text, re.MULTILINE)]
 
     assert decisions("README.md") == decisions("docs/which-strategy.md")
 
