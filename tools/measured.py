@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from described import describe
 from results import Row, Run, Table, by_label, read, span, specification
 
-from fedbn_flwr.experiment.file.content import read_content, shipped_experiments
-from fedbn_flwr.experiment.file.expansion import condition
-from fedbn_flwr.experiment.file.layers import FREE, FREE_KEYS, load_experiment
+from fedbn_flwr.experiment.file.content import shipped_experiments
+from fedbn_flwr.experiment.file.expansion import values_in_words
+from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.trees import flat_settings
 
 ROOT = Path(__file__).parents[1]
+
+# Settings that a published result doesn't depend on, or that papers don't mention.
+FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate")
+FREE_KEYS = ("data.root", "data.revision", "data.memory", "train.channels_last", "train.compile")
 
 # Elsewhere None is the default of the time of the run, which a raw file may have as a value.
 NONE_COUNTS = ("data.examples", "data.test_examples", "train.steps", "train.epochs", "train.schedule.switch")
@@ -35,7 +38,8 @@ def rows_of(experiment: str, changes: Sequence[str] = ()) -> dict[str, list[Sett
     """The settings of an experiment by the label of a row, once for each seed."""
     rows: dict[str, list[Settings]] = {}
     for paper in load_experiment(experiment, changes).runs:
-        row = rows.setdefault(condition(paper.cell), [])
+        label = ", ".join([paper.cell.row, *values_in_words(paper.cell)[: len(paper.cell.sweep)]])  # not of `tune`
+        row = rows.setdefault(label, [])
         row += [paper] if paper.seed not in {each.seed for each in row} else []
     return rows
 
@@ -87,34 +91,38 @@ def outcomes(item: Mapping[str, Any], rows: Mapping[str, list[Settings]]) -> Ite
 FEWEST_SEEDS = 3  # of a result that is measured in full, if the experiment asks for as many
 
 
+def printed(table: Mapping[str, Any], labels: Collection[set[str]], above: Sequence[str] = ()) -> Iterator[set[str]]:
+    """The results of a table, by the words of their labels; `labels` are those of its experiment, in words."""
+    for key, value in table.items():
+        words = [*above, *key.split(", ")]
+        if not any(label >= {*words} for label in labels):
+            raise ValueError(f"no run of the experiment is called {', '.join(words)}")
+        is_divided = isinstance(value, dict) and any(next(iter(value)) in label for label in labels)
+        yield from printed(value, labels, words) if is_divided else [{*words}]
+
+
 def coverage() -> dict[str, tuple[int, int, int]]:
     """By paper: how many published results were measured as it has them, how many in part, and how many there are.
 
-    A result is what a paper prints for one method in one setting. Experiments of figures repeat some results of a
-    table: they count in the first experiment that has them.
+    A result is what a paper prints for one method in one setting.
     """
-    found: dict[str, dict[tuple[str, str], set[bool]]] = {}
-    first: dict[str, str] = {}
-    for paper, _, item in items():
-        rows = rows_of(item["experiment"])
-        runs = [each for each in outcomes(item, rows) if each[0].finished]
-        for label, figure in (read_content(item["experiment"])[0].get("published") or {}).items():
-            printed = json.dumps(figure, sort_keys=True)
-            if first.setdefault(printed, item["experiment"]) != item["experiment"]:
-                continue
-            result = found.setdefault(paper, {}).setdefault((item["experiment"], label), set())
+    counts: dict[str, tuple[int, int, int]] = {}
+    for paper, title, first in items():
+        if (table := specification("published.yaml")[paper].get(title)) is None:
+            continue
+        rows = rows_of(first["experiment"])
+        same = [item for _, _, item in items() if item["experiment"] == first["experiment"]]
+        runs = [(item, *each) for item in same for each in outcomes(item, rows) if each[0].finished]
+        for words in printed(table, [{*label.split(", ")} for label in rows]):
+            of_result = [each for each in runs if words <= {*each[1].label.split(", ")}]
             full = dict[str, set[int]]()
-            for run, share, other in runs:
-                if run.label == label or run.label.startswith(f"{label}, "):  # where the paper doesn't tell a swept key
-                    result.add(False)
-                    if share == 100 and not other and "inferred" not in item:
-                        full.setdefault(run.label, set()).add(run.seed)
-            result |= {len(seeds) >= min(FEWEST_SEEDS, len(rows[name])) for name, seeds in full.items()}
-    counts = {
-        paper: (sum(True in each for each in results.values()), sum(map(bool, results.values())), len(results))
-        for paper, results in found.items()
-    }
-    return {paper: (full, some - full, every) for paper, (full, some, every) in counts.items()}
+            for item, run, share, other in of_result:
+                if share == 100 and not other and "inferred" not in item:
+                    full.setdefault(run.label, set()).add(run.seed)
+            is_full = any(len(seeds) >= min(FEWEST_SEEDS, len(rows[name])) for name, seeds in full.items())
+            every = counts.get(paper, (0, 0, 0))
+            counts[paper] = every[0] + is_full, every[1] + (bool(of_result) and not is_full), every[2] + 1
+    return counts
 
 
 def covered() -> Table:

@@ -137,13 +137,13 @@ def mean(values: Sequence[float], digits: int = 1) -> str:
 
 
 def figure(published: Sequence[Any], names: Mapping[str, Any], label: str) -> Any:
-    """What a paper prints for a run, under its label or another name or place; of a list the last, as an average is."""
+    """What a paper prints for a run, under its label or another name; of several figures the last, as an average is."""
     name = names.get(label, label)
     found = specification("published.yaml") if published else None
-    for key in name if isinstance(name, list) else [*published, name]:
-        found = found.get(key) if isinstance(found, dict) else None
-    if isinstance(found, list):
-        found = found[-1]
+    for word in name if isinstance(name, list) else [*published, *name.split(", ")]:
+        found = found.get(word, {}) if isinstance(found, dict) else found  # of other words there is one figure
+    if isinstance(found, dict):
+        found = [*found.values()][-1] if found else None
     return found[0] if isinstance(found, list) else found
 
 
@@ -198,7 +198,7 @@ def grid(name: str) -> Table:
             reference = kind.get("run", label).format(row=row)
             runs = runs_of(reference, of_set) if of_set or ":" in reference else []
             kind |= {"key": keys[title]} if title in keys else {}
-            cells.append(cell(kind, runs, row))
+            cells.append(cell(kind, runs, label))
         rows.append((title, *cells))
     return (spec.get("first", "run"), *spec["columns"]), rows
 
@@ -422,7 +422,7 @@ def verdicts() -> Table:
 def costs() -> Table:
     """FedTAN-II on MNIST; what the exchanges add is relative to the same messages without them."""
     rows: list[Row] = []
-    published = specification("published.yaml")["FedTAN"]["Table 5"].values()
+    published = specification("published.yaml")["FedTAN"]["Table 5 and Figure 14"].values()
     for (label, runs), paper in zip(by_label("costs/table5").items(), published, strict=True):
         summary, settings = runs[0].summary, runs[0].settings
         plain = 4 * summary["elements_down_per_client"] * (1 + settings["clients"]) * settings["rounds"]

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, Unio
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
     PlainSerializer,
@@ -30,7 +28,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
-from fedbn_flwr.results.metric_key import UNSEEN, MetricKey, NewcomerStatistics
+from fedbn_flwr.results.metric_key import UNSEEN, NewcomerStatistics
 from fedbn_flwr.schema import Positive, Section, Several, expects, setting
 from fedbn_flwr.tasks import LOSSES, METRICS
 from fedbn_flwr.text import file_name
@@ -478,29 +476,6 @@ class Engine(Section):
             yield f"device is 'cpu', but gpus_per_client is {gpus}; leave it out"
 
 
-class Published(BaseModel):
-    """Results of a paper by their keys in summary.json, for the report; some have a standard deviation."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-    __pydantic_extra__: dict[
-        str, Annotated[float | tuple[float, float], expects("a number, or a mean and a standard deviation")]
-    ]
-
-    source: Annotated[str, Field(min_length=1)]
-    # How the paper's set-up differs from the run's: by a size or overrides; a file may give a reason of its own.
-    differs: str | None = None
-
-    @model_validator(mode="after")
-    def _fractions(self) -> Self:
-        results = self.__pydantic_extra__
-        if not results:
-            raise ValueError("there is no result; give one by its key in summary.json, for instance accuracy: 0.7689")
-        for key, value in results.items():
-            if MetricKey.parse(key).is_fraction and (value[0] if isinstance(value, tuple) else value) > 1:
-                raise ValueError(f"{key} is {value}; expected a fraction, for instance 0.7689, not percent")
-        return self
-
-
 PAPER = "paper"  # the size of an experiment as its file has it
 
 
@@ -544,9 +519,6 @@ class Settings(Section):
         (),
         "trackers that record the run: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
         "or a list; see [Watching](watching.md#trackers)",
-    )
-    published: Published | None = setting(
-        None, "a paper's results by label of their run, shown in the report, see [Report](report.md#published-results)"
     )
     cell: Cell = Cell()
     size: str = PAPER
@@ -597,7 +569,6 @@ class Changes(TypedDict, total=False):
     evaluate: Evaluate | Tree
     engine: Engine | str | Tree
     track: PartSpec | Sequence[PartSpec]
-    published: Published | Tree
     runs: Tree
     sweep: Tree
     tune: Tree

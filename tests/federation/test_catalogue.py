@@ -34,9 +34,6 @@ def check(experiment: Experiment, out: Path) -> None:
     (file,) = out.rglob("summary.json")
     summary = json.loads(file.read_text())
     assert (summary["status"], summary["rounds"]) == ("finished", 2), run.label
-    if run.published is not None:
-        assert set(run.published.model_extra or {}) <= set(summary), "a published figure has a measured one beside it"
-        assert "other set-up (" in (out / "report.md").read_text(), run.label
     shutil.rmtree(out)  # all models together have tens of gigabytes
 
 

@@ -135,16 +135,20 @@ def test_an_item_s_status_is_what_its_raw_files_have(
     assert measured.coverage() == {"FedTAN": (*counts, 3)}
 
 
-def test_methods_with_the_same_figures_are_several_results_and_a_figure_repeats_none() -> None:
-    """FedWon prints 86.5 for four strategies on Digits-Five; Table 4's point of FixBN's figures counts in Table 4."""
-    published = measured.read_content("fedwon/digits-five")[0]["published"]
-    assert sum(each["clients_own_accuracy"] == 0.865 for each in published.values()) == 4
-    found = measured.coverage()
-    tables = results.specification("published.yaml")["FixBN"]
-    printed = [tables["Table 2"], *tables["Table 3"].values(), tables["Table 4"], tables["Table H"], tables["Table I"]]
-    of_table_5 = sum(len(each) for each in tables["Table 5"].values() if isinstance(each, list))
-    assert found["FixBN"][2] == sum(map(len, printed)) + 4 + of_table_5, "Table 1 has four"
-    assert found["FixBN"][0] == 6, "three runs of Table 4, two of them in Table H too, and one in Table I"
+def test_the_results_of_a_table_have_the_words_of_a_label() -> None:
+    """A strategy's values by hospital are one result, and its accuracies by partition several."""
+    labels = [{"FedTAN", "partition=iid"}, {"FedTAN", "partition=classes"}, {"GN"}]
+    table = {"FedTAN": {"partition=iid": 91.3, "partition=classes": 87.7}, "GN": {"cleveland": 1.0, "va": 2.0}}
+    assert [*measured.printed(table, labels)] == [*labels]
+    with pytest.raises(ValueError, match="no run of the experiment is called FedTAN, partition=classes=2"):
+        [*measured.printed({"FedTAN": {"partition=iid": 91.3, "partition=classes=2": 87.7}}, labels)]
+
+
+def test_every_table_of_the_papers_is_counted() -> None:
+    titles = {(paper, title) for paper, title, _ in measured.items()}
+    papers = results.specification("published.yaml")
+    assert {(paper, table) for paper in papers for table in papers[paper] if table != "setup"} <= titles
+    assert measured.coverage()["FixBN"] == (6, 16, 41), "three runs of Table 4, two of them in Table H, one in Table I"
 
 
 def test_a_result_of_too_few_seeds_is_measured_in_part(
@@ -249,7 +253,7 @@ def test_cells_have_what_the_raw_files_have() -> None:
     assert [results.cell({"setting": key}, adagrad) for key in ("strategy.eta", "train.epochs")] == ["0.316228", "-"]
     assert results.figure(["FedTAN", "Table 1"], {}, "FedTAN") == 87.66
     assert results.figure(["FixBN", "Table 4"], {"GN+WS": "GN+WN"}, "GN+WS") == 66.90
-    assert results.figure(["FedWon", "Office-Caltech-10, AlexNet"], {}, "FedWon") == 75.6
+    assert results.figure(["FedWon", "Table 1, Office-Caltech-10"], {}, "FedWon") == 75.6
 
 
 # --- claims ------------------------------------------------------------------------------

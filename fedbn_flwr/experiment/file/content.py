@@ -17,7 +17,7 @@ KEYS_OF_A_FILE = {  # in addition to the keys of a run
     "description": "one line",
     "extends": (
         "a shipped experiment (`fixbn/table4`), or a file relative to this one, to start from. Its `name`, "
-        "`description`, `runs`, `sweep` and `published` aren't taken over; if the other file "
+        "`description`, `runs` and `sweep` aren't taken over; if the other file "
         "tunes a key that has a value here, the value here wins"
     ),
     "seeds": "a list of seeds; every run is repeated for each seed, and the report shows mean and standard deviation",
@@ -54,7 +54,7 @@ def text_of(source: str) -> str:
 
 
 # What an experiment does not take from the one that it extends.
-_OWN = ("name", "description", "runs", "sweep", "published")
+_OWN = ("name", "description", "runs", "sweep")
 _CHAIN = 5  # files that extend each other
 
 

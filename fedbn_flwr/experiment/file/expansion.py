@@ -18,7 +18,7 @@ from ..settings import PAPER, Cell
 from .content import drop_given, merge, nested, write_out
 
 LISTS = ("sweep", "tune")
-_WHOLE_FILE = ("name", "label", "cell", "size", "sizes", "runs", "description", "published", *LISTS)
+_WHOLE_FILE = ("name", "label", "cell", "size", "sizes", "runs", "description", *LISTS)
 MOST = 1_000  # runs of an experiment
 VALIDATION = 0.1  # of the training examples, to choose among the values of `tune` if the file gives no share
 
@@ -103,11 +103,6 @@ def values_in_words(cell: Cell) -> list[str]:
     ]
 
 
-def condition(cell: Cell) -> str:
-    """The label of a cell without the values of `tune`."""
-    return ", ".join([cell.row, *values_in_words(cell)[: len(cell.sweep)]])
-
-
 def _short(key: str) -> str:
     first, _, last = key.rpartition(".")
     return first.rpartition(".")[2] if first and last in ("name", "kind") else last
@@ -128,7 +123,7 @@ def changes_of_size(size: str, parts: Iterable[tuple[str, Tree]], name: str) -> 
             raise SettingsError(f"{where}: sizes has {PAPER}, which is the file as written; name smaller sizes only")
         known |= sizes.keys()
         found.append(dict(sizes.get(size) or {}))
-        if wrong := {"runs", "sizes", "size", "description", "published"} & found[-1].keys():
+        if wrong := {"runs", "sizes", "size", "description"} & found[-1].keys():
             raise SettingsError(f"{where}: sizes.{size} has {min(wrong)}, which a size cannot change")
     if size not in known:
         raise SettingsError(f"{name} has no size {size!r}; {did_you_mean(size, known)}")

@@ -27,16 +27,12 @@ from .expansion import (
     at,
     cells_of,
     changes_of_size,
-    condition,
     lists_of,
     values_in_words,
 )
 from .problems import check_settings
 
 COMMAND_LINE = "command line"
-# Settings that a published result doesn't depend on, or that papers don't mention.
-FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate")
-FREE_KEYS = ("data.root", "data.revision", "data.memory", "train.channels_last", "train.compile")
 
 
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
@@ -79,7 +75,6 @@ class _Row:
     layers: Sequence[Layer]  # the file, and what differs from the other rows
     of_size: Tree
     lists: Lists
-    conditions: Sequence[str]  # in the file, without the changes of a size or a command line
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,6 @@ class _File:
     of_size: Tree
     rows: Mapping[str, _Row]
     chosen: Sequence[_Row]  # by `only`
-    published: Tree  # by label
 
     @classmethod
     def of(cls, content: Tree, overrides: Tree, name: str) -> _File:
@@ -113,18 +107,15 @@ class _File:
         places = {f"{name}, run {label!r}" if label else name: variant or {} for label, variant in variants.items()}
         of_size, *of_runs = changes_of_size(size, [(name, content), *places.items()], name)
         only = of_size.pop("only", None) if only is None else only
-        file = Layer("file", {"name": name, **without(content, "published", *(KEYS_OF_A_FILE.keys() - {"seeds"}))})
+        file = Layer("file", {"name": name, **without(content, *(KEYS_OF_A_FILE.keys() - {"seeds"}))})
         rows: dict[str, _Row] = {}
         for number, (label, (where, variant), of_run) in enumerate(zip(variants, places.items(), of_runs, strict=True)):
             own, resized = without(variant, *LISTS, "sizes"), merge(of_size, of_run)
-            in_file = cells_of(label, number, lists_of(where, own, content, variant), {})
-            conditions = tuple(map(condition, itertools.islice(in_file, MOST)))
             lists = lists_of(where, own, content, variant, resized, changes)
             layers = file, Layer(f"run {label}", own)
-            rows[label] = _Row(label, number, layers, without(resized, *LISTS), lists, conditions)
-        published = published_by_label(content.get("published"), rows, name)
+            rows[label] = _Row(label, number, layers, without(resized, *LISTS), lists)
         chosen = [*rows.values()] if only is None else _select(rows, only, name)
-        return cls(name, content, without(changes, *LISTS), size, of_size, rows, chosen, published)
+        return cls(name, content, without(changes, *LISTS), size, of_size, rows, chosen)
 
     @cached_property
     def compared(self) -> set[str]:
@@ -164,9 +155,6 @@ class _File:
         label = ", ".join([*filter(None, [row.label]), *values_in_words(cell)])
         with locate_errors(f"{self.name}, run {label!r}" if label else self.name):
             settings = _settings_of(row, cell, layers, self.compared)
-            if (known := self.published.get(condition(cell), self.published.get(row.label))) is not None:
-                given, last = merge_layers(layers[:-2]), merge_layers(layers[-2:])
-                settings["published"] = with_set_up(known, self.size, given, last)
             if self.size != PAPER:
                 settings["size"] = self.size
             return _for_each_seed(settings)
@@ -238,37 +226,11 @@ def _select(known: Mapping[str, _Row], only: object, name: str) -> list[_Row]:
 def _check_different(runs: Sequence[Settings], name: str) -> None:
     seen: dict[str, str] = {}
     for run in runs:
-        content = run.model_copy(update={"label": "", "cell": Cell(), "published": None}).model_dump_json()
+        content = run.model_copy(update={"label": "", "cell": Cell()}).model_dump_json()
         if (other := seen.setdefault(content, run.label)) != run.label:
             raise SettingsError(
                 f"{name}: the overrides make the runs {other!r} and {run.label!r} equal; select one with only=LABEL"
             )
-
-
-# --- published results ---------------------------------------------------------
-
-
-def published_by_label(published: object, rows: Mapping[str, _Row], name: str) -> Tree:
-    """The published results by label of a row or of one of its conditions; SettingsError for another label."""
-    if published is None or [*rows] == [""]:
-        return {"": published}
-    if not isinstance(published, Mapping):
-        raise SettingsError(f"{name}: published is {published!r}; expected results by the labels of their runs")
-    known = dict.fromkeys([*rows, *(condition for row in rows.values() for condition in row.conditions)])
-    if unknown := next((str(label) for label in published if str(label) not in known), None):
-        raise SettingsError(f"{name}: published has {unknown!r}, which isn't a run; {did_you_mean(unknown, known)}")
-    return {str(label): content for label, content in published.items()}
-
-
-def with_set_up(published: object, size: str, in_file: Tree, changes: Tree) -> object:
-    """The published results of a run, with a note if a size or the command line changes its settings."""
-    before = flat_settings(in_file)
-    changed = [key for key, value in flat_settings(changes).items() if before.get(key) != value]
-    keys = [key for key in changed if key.partition(".")[0] not in FREE and key not in FREE_KEYS]
-    if not keys or not isinstance(published, Mapping) or published.get("differs"):
-        return published
-    of_size = "" if size == PAPER else f"size {size}, other "
-    return {**published, "differs": shorten(of_size + ", ".join(keys), 200)}
 
 
 # --- origins ------------------------------------------------------------------
@@ -288,7 +250,7 @@ def settings_of(experiment: Experiment, run: Settings) -> list[Setting]:
         # `optimizer: {name: sgd}`, and the seed of `seeds`
         Setting(key, value, origins.get(key) or origins.get(f"{key}.name") or origins.get(f"{key}s", "default"))
         for key, value in flat_settings(run.model_dump(mode="json")).items()
-        if key != "name" and key.partition(".")[0] not in (*DERIVED, "published") and value is not None
+        if key != "name" and key.partition(".")[0] not in DERIVED and value is not None
     ]
 
 

@@ -49,7 +49,7 @@ class RunReader:
             found = parse_yaml(text)
             if not isinstance(found, dict) or not found:
                 raise ValueError("it has no settings")
-            sections = dict.fromkeys(("published", "cell", "data"), Draft | None)
+            sections = dict.fromkeys(("cell", "data"), Draft | None)
             check(found, {**sections, "engine": Draft, "evaluate": Draft})
         except ValueError as error:
             raise damaged(file, str(error)) from None
@@ -176,5 +176,5 @@ def deciding(config: Json) -> Json:
     evaluate = {key: value for key, value in config.get("evaluate", {}).items() if key != "dynamics"}
     if evaluate.get("clients") == "own":  # which only adds metrics, when a run that personalises joins the experiment
         evaluate["clients"] = None
-    rest = {key: value for key, value in config.items() if key not in ("track", "published", "cell", "size")}
+    rest = {key: value for key, value in config.items() if key not in ("track", "cell", "size")}
     return {**rest, "engine": engine, "evaluate": evaluate}

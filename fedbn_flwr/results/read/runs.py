@@ -96,16 +96,6 @@ class Run:
         varied = tuple(f"{str(key).removesuffix('.kind')}." for found in lists for key in found)
         return {key: value for key, value in self.settings.items() if not f"{key}.".startswith(varied)}
 
-    @cached_property
-    def published(self) -> dict[str, tuple[float, float | None]]:
-        """The paper's results for this run: the mean and, if known, the standard deviation of each metric."""
-        results: dict[str, tuple[float, float | None]] = {}
-        for key, value in (self.config.get("published") or {}).items():
-            mean, *deviation = value if isinstance(value, list) and value else [value]
-            if is_number(mean) and all(map(is_number, deviation)):
-                results[key] = (mean, deviation[0] if deviation else None)
-        return results
-
 
 def read_run(folder: Path) -> Run | None:
     """None if there is no summary, for instance because the folder was deleted meanwhile."""

@@ -238,13 +238,9 @@ class Sweep:
 
     @property
     def measures(self) -> list[MetricKey]:
-        """The published measure, or the one that runs are compared by; and the same one of other models."""
+        """The measure that runs are compared by, and the same one of other models."""
         rows = [row for line in self.lines.values() for row in line.values()]
-        runs = runs_of(rows)
-        known = list(map(MetricKey.parse, dict.fromkeys(key for run in runs for key in run.published)))
-        first = headline(runs)
-        fractions = (key for key in known if key.is_fraction)
-        return both(first if first in known else next(fractions, first), rows)
+        return both(headline(runs_of(rows)), rows)
 
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:

@@ -282,7 +282,7 @@ def participation_table(rows: Sequence[Row]) -> Lines:
     return lines
 
 
-# --- sweeps, candidates, published results ---
+# --- sweeps, candidates ---
 
 
 def measures_of_sweep(sweep: Sweep, form: ReportForm) -> list[MetricKey]:
@@ -325,25 +325,6 @@ def candidates_tables(rows: Sequence[Row]) -> list[Table]:
         mark = "chosen" if values and row in chosen else ""
         lines.append((row.label, as_measured(measure, values), _cell_of(row, measure), repetitions(row), mark))
     return list(found.items())
-
-
-def published(rows: Sequence[Row]) -> Lines:
-    """A line for each published result; a note where the run has another set-up, such as a smaller size."""
-    lines: Lines = [("run", "metric", "published", "measured", "seeds", "note", "source")]
-    for row in rows:
-        found = row.first.config.get("published") or {}
-        note = (
-            f"other set-up ({found['differs']})" if found.get("differs") else "not finished" if row.unfinished else ""
-        )
-        for key, (value, within) in row.first.published.items():
-            measure = MetricKey.parse(key)
-            measured = row.values(measure)
-            digits = measure.digits([value, *measured])
-            known = as_measured(measure, [value], digits)
-            known += "" if within is None else f" ± {measure.scale * within:.{digits}f}"
-            shown = known, as_measured(measure, measured, digits), str(len(measured))
-            lines.append((row.title, measure.title, *shown, note, str(found.get("source", "-"))))
-    return lines
 
 
 # --- settings and partitions ---
@@ -483,7 +464,6 @@ def tables(every: Sequence[Row], form: ReportForm = DEFAULT) -> list[Table]:
         ("clients that took part", participation_table(rows)),
         *(table for sweep in sweeps(rows) for table in sweep_tables(sweep, form)),
         *candidates_tables(every),
-        ("published and measured results", published(rows)),
     ]
     return [(title, lines) for title, lines in found if len(lines) > 1]
 

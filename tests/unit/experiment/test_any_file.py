@@ -34,7 +34,7 @@ SCALARS = [
     "{name: {a: 1}}", "{<<: [{a: 1}], b: 2}", "? [a]\n", "[" * 200, "FixBN", "dirichlet", "FedAvg", "resnet20", "gn",
 ]  # fmt: skip
 KEYS = [
-    "name", "label", "rounds", "clients", "seed", "seeds", "runs", "description", "published", "track", "mods", "data",
+    "name", "label", "rounds", "clients", "seed", "seeds", "runs", "description", "track", "mods", "data",
     "data.name", "data.image", "data.size", "data.pad", "data.augment", "data.partition", "data.partition.kind",
     "data.partition.alpha", "data.normalise", "data.options", "model", "model.name", "model.norm", "model.stem",
     "model.brn.r_max", "train", "train.lr", "train.optimizer", "train.loss", "train.momentum", "train.schedule",

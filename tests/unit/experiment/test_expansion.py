@@ -188,7 +188,7 @@ def test_an_override_of_a_listed_key_selects_cells_with_their_folders() -> None:
         ("tune: {train.lr: [0.1]}\nevaluate: 3", "evaluate is 3: expected a mapping"),
         ("runs: {1: {}, '1': {rounds: 3}}", "the key '1' is given twice in line 1"),
         (
-            f"published: {{A: {{accuracy: 0.5, source: x}}}}\nruns: {{A: {{}}}}\nsweep: {{train.lr: "
+            "runs: {A: {}}\nsweep: {train.lr: "
             f"{[n / 1000 for n in range(1, 900)]}, rounds: {list(range(1, 900))}, train.steps: {list(range(1, 900))}}}",
             "more than 1,000 runs",
         ),

@@ -146,13 +146,6 @@ def test_every_setting_has_its_origin() -> None:
     assert "train.steps" not in found
 
 
-def test_published_figures_are_no_settings() -> None:
-    experiment = load_experiment("fedwon/digits-five", ["only=FedBN"])
-    run = experiment.runs[0]
-    assert run.published is not None
-    assert not [each for each in settings_of(experiment, run) if each.key.startswith("published")]
-
-
 def test_explain_prints_all_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(SMALL)

@@ -372,7 +372,6 @@ def test_a_label_names_an_override_of_a_compared_key(overrides: list[str], label
     assert [run.label for run in read_experiment(parse_yaml(COMPARISON), parse_overrides(overrides)).runs] == labels
 
 
-FIGURES = "\npublished: {BN: {accuracy: 0.5, source: a}, GN: {accuracy: 0.6, source: a}}"
 EQUAL = "the runs 'BN, model.norm=ln' and 'GN, model.norm=ln' equal"
 
 
@@ -388,11 +387,22 @@ EQUAL = "the runs 'BN, model.norm=ln' and 'GN, model.norm=ln' equal"
         (COMPARISON, ["only=GNN"], "only='GNN' is not a label of experiment; did you mean 'GN'"),
         (COMPARISON, ["only=[]"], "only='' is not a label of experiment; known: BN, FixBN, GN"),
         (COMPARISON, ["model.norm=ln"], EQUAL),
-        (COMPARISON + FIGURES, ["model.norm=ln"], EQUAL),
     ],
 )
 def test_runs_that_cannot_be_told_apart_or_selected_are_refused(text: str, overrides: list[str], message: str) -> None:
     assert message in fault(text, *overrides)
+
+
+def test_a_label_never_leaves_the_folder_of_its_experiment() -> None:
+    labels = ["..", ".", "../../x", "a/b", ".hidden", "\u00e9" * 300]
+    runs = {"runs": {label: {"rounds": i + 1} for i, label in enumerate(labels)}}
+    names = list(read_experiment(runs, parse_overrides(("only=[..]",))).by_folder)
+    assert names == ["run"]
+    names = list(
+        read_experiment(runs, parse_overrides(("only=['../../x', a/b, .hidden, '" + labels[-1] + "']",))).by_folder
+    )
+    assert names[:3] == ["x", "a-b", "hidden"]
+    assert len(names[3].encode()) <= 200
 
 
 # --- `set` of a Flower run ---------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -62,6 +63,15 @@ def test_a_file_is_read_and_parsed_once_and_each_strategy_built_once(
     assert cli.main(["run", str(file), "train.lr=0.05", "--out", str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "FixBN" / "model.safetensors").exists()
     assert count == {"read": 1, "parsed": 1, "FedAvg": 1, "FixBN": 1}
+
+
+def test_a_run_folder_has_the_examples_of_each_client(tmp_path: Path) -> None:
+    changes = ["seed=7", "clients=3", "data.partition={kind: classes, classes_per_client: 4}", "only=FedAvg"]
+    experiment_run.carry_out(load_experiment(EXPERIMENT, changes), tmp_path, resume=False)
+    partition = json.loads(next(tmp_path.glob("*/partition.json")).read_text())
+    assert partition["title"].startswith("digits: classes, classes_per_client=4")
+    assert [sum(count > 0 for count in counts) for counts in partition["counts"]] == [4, 4, 4]
+    assert sum(map(sum, partition["counts"])) == 1438
 
 
 def test_nothing_of_a_finished_run_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

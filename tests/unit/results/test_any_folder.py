@@ -42,7 +42,7 @@ from tests.support.runs import change_summary
 
 EXPERIMENT = (
     "{name: whole, rounds: 2, clients: 2, train: {steps: 1}, engine: {workers: 0}, strategy: {name: FedBN}, evaluate: "
-    "{clients: true}, published: {source: x, accuracy: 0.5}}"
+    "{clients: true}}"
 )
 JSON = ("history.jsonl", "clients.jsonl", "norms.jsonl", "summary.json", "environment.json", "partition.json",
         "model.json")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The tables and the plot of sweeps, and published figures beside measured ones."""
+"""The tables and the plot of sweeps."""
 
 from __future__ import annotations
 
@@ -14,51 +14,23 @@ from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import COLOURS, plot, sweeps_plot
 from fedbn_flwr.results.report.rows import Row, choose, group, sweeps
-from fedbn_flwr.results.report.tables import DEFAULT, ReportForm, Table, published, sweep_tables, tables
+from fedbn_flwr.results.report.tables import DEFAULT, ReportForm, Table, sweep_tables, tables
 from fedbn_flwr.results.report.write import write_report
 from tests.support.runs import change_summary, write_run
-
-SOURCE = {"source": "Paper, Table 1"}
 
 
 def rows_of(folder: Path) -> list[Row]:
     return group(find_runs([folder]))
 
 
-# --- published figures ---
-
-
-def test_a_published_figure_is_beside_the_measured_one(tmp_path: Path) -> None:
-    for seed, accuracy in enumerate((0.70, 0.72)):
-        config = {"published": {"accuracy": [0.74, 0.02], "loss": 0.5, **SOURCE}}
-        write_run(tmp_path / str(seed), "A", seed, config=config, accuracy=accuracy)
-    _, accuracy_line, loss_line = published(rows_of(tmp_path))
-    assert accuracy_line[1:] == ("accuracy", "74.00% ± 2.00", "71.00% ± 1.41", "2", "", "Paper, Table 1")
-    assert loss_line[1:] == ("loss", "0.5000", "1.0000 ± 0", "2", "", "Paper, Table 1")
-
-
-def test_figures_of_another_set_up_have_a_note(tmp_path: Path) -> None:
-    known = {"accuracy": [0.9, 0.01], **SOURCE, "differs": "size small, other rounds"}
-    write_run(tmp_path / "a", "A", config={"published": known}, accuracy=0.2)
-    text = write_report([tmp_path], tmp_path / "out")
-    for written in (text, (tmp_path / "out" / "report.md").read_text(), (tmp_path / "out" / "report.html").read_text()):
-        assert "other set-up (size small, other rounds)" in written
-        assert "90.00% ± 1.00" in written.replace("\xa0", " ")
-
-
 @pytest.mark.parametrize("status", ["interrupted", "failed", "running"])
 def test_a_run_that_has_not_finished_is_marked(tmp_path: Path, status: str) -> None:
-    known = {"accuracy": [0.9, 0.01], **SOURCE}
     for seed in (0, 1):
-        write_run(tmp_path / str(seed), "A", seed, config={"published": known}, accuracy=0.2, accuracy_red=0.3)
+        write_run(tmp_path / str(seed), "A", seed, accuracy=0.2, accuracy_red=0.3)
     change_summary(tmp_path / "1", status=status)
     with RunFolder(tmp_path / "1").locked() if status == "running" else nullcontext():
         rows = rows_of(tmp_path)
-    (head, line) = published(rows)
-    found = dict(zip(head, line, strict=True))
-    assert found["run"] == f"A [{status}] (1 of 2 seeds)"
-    assert found["note"] == "not finished"
-    assert [lines[1][0] for _, lines in tables(rows)] == [f"A [{status}] (1 of 2 seeds)"] * 3
+    assert [lines[1][0] for _, lines in tables(rows)] == [f"A [{status}] (1 of 2 seeds)"] * 2
 
 
 # --- sweeps ---
