@@ -13,7 +13,7 @@ from fedbn_flwr.errors import few
 from fedbn_flwr.norms.roles import mean_of
 
 from .arrays import Arrays as Arrays
-from .arrays import DType, FlatArrays, Values, variance_keys
+from .arrays import DType, Values, frozen, variance_keys
 
 Array = Values
 
@@ -43,11 +43,8 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
     """
     total = total_weight(weights)
     given = [reply for reply, _ in zip(replies, weights, strict=True)]
-    blocks = [reply for reply in given if isinstance(reply, FlatArrays)]
-    if len(blocks) == len(given) and len({id(block.layout) for block in blocks}) == 1:  # all arrays are averaged as one
-        return FlatArrays(blocks[0].layout, *_means([[block.flat for block in blocks]], weights, total))
     means = _means([[reply[key].reshape(-1) for reply in given] for key in given[0]], weights, total)
-    return {key: mean.reshape(given[0][key].shape) for key, mean in zip(given[0], means, strict=True)}
+    return {key: frozen(mean.reshape(given[0][key].shape)) for key, mean in zip(given[0], means, strict=True)}
 
 
 def pooled_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
@@ -142,10 +139,6 @@ def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None 
     `like` are the arrays that the server sent; `expected` are the keys that the client must send back (by default all).
     NaN, infinity and negative variances are problems, since one such reply makes the global model unusable.
     """
-    if are_alike(arrays, like):
-        whole = expected is None or arrays.keys() == set(expected)
-        if whole and negative_variance(arrays) is None:
-            return None  # the common case; otherwise the checks below find the first problem
     wanted = set(like if expected is None else expected)
     if missing := sorted(wanted - set(arrays)):
         return f"the reply lacks {few(map(repr, missing), 3)}"
@@ -168,12 +161,6 @@ def values_problem(arrays: Arrays) -> str | None:
     return arrays_problem(arrays, arrays) if arrays else None
 
 
-def are_alike(arrays: Arrays, like: Arrays) -> bool:
-    """A fast check: True if both have one layout and `arrays` are finite. It may miss arrays that are alike."""
-    is_same = isinstance(arrays, FlatArrays) and isinstance(like, FlatArrays) and arrays.layout is like.layout
-    return is_same and is_finite(arrays.flat)  # type: ignore[attr-defined]
-
-
 def is_finite(value: Array) -> bool:
     """Whether a weighted sum of such values is finite."""
     if value.dtype.kind not in "fc":
@@ -183,8 +170,6 @@ def is_finite(value: Array) -> bool:
 
 def negative_variance(arrays: Arrays) -> str | None:
     """The problem of the first running variance with a negative value, or None."""
-    if isinstance(arrays, FlatArrays) and not (arrays.flat[arrays.layout.variances] < 0).any():
-        return None
     for key in variance_keys(arrays):
         if (arrays[key] < 0).any():
             return f"{key!r} has negative values ({arrays[key].min():g})"
@@ -234,8 +219,7 @@ def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | N
 
 def largest_of(arrays: Arrays) -> float:
     """The largest absolute value of the floats."""
-    values = [arrays.flat] if isinstance(arrays, FlatArrays) else arrays.values()
-    floats = [value for value in values if value.dtype.kind == "f" and value.size]
+    floats = [value for value in arrays.values() if value.dtype.kind == "f" and value.size]
     return max((max(-float(value.min()), float(value.max())) for value in floats), default=0.0)
 
 

@@ -1,9 +1,9 @@
 """Converts named arrays to Flower's records and back, without unnecessary copies.
 
 Flower stores an array as the bytes of a .npy file, so a model that is passed between functions of one process is
-written and parsed for every message. Here an array stays a NumPy array until a network or a file needs its bytes. The
-arrays of a model are stored consecutively in one `FlatArrays`, so that a mean or a check is one operation instead of
-one for each key. To Flower and to other code the record is an ordinary ArrayRecord.
+written and parsed for every message. Here an array stays a NumPy array until a network or a file needs its bytes. It is
+read-only, so that messages, records and clients of one process can share it. To Flower and to other code the record is
+an ordinary ArrayRecord.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from __future__ import annotations
 import functools
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord as FlowerRecord
-from flwr.app import ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common.constant import SType
 from numpy.lib import format as npy
 from numpy.typing import NDArray
@@ -33,98 +30,22 @@ Arrays = Mapping[str, Values]
 DType = np.dtype[Any]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The keys, shapes and offsets of arrays in a flat block; `layout_of` returns one object for equal layouts."""
-
-    dtype: DType
-    shapes: dict[str, tuple[int, ...]] = field(hash=False)
-    places: dict[str, slice] = field(hash=False)
-    size: int
-    name: str  # the dtype's; NumPy formats it again on each access
-
-    @functools.cached_property
-    def variances(self) -> NDArray[np.intp]:
-        """The indices of the running variances in the block."""
-        places = [np.arange(self.places[key].start, self.places[key].stop) for key in variance_keys(self.places)]
-        return np.concatenate([np.empty(0, np.intp), *places])
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return layout_of, (self.dtype.str, tuple(self.shapes), tuple(self.shapes.values()))
-
-
-# A layout lives as long as a block uses it, such as the server's model: a reply may have keys of any length.
-_LAYOUTS: WeakValueDictionary[tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]], Layout] = WeakValueDictionary()
-
-
-def layout_of(dtype: str, keys: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Layout:
-    if (known := _LAYOUTS.get((dtype, keys, shapes))) is not None:
-        return known
-    places, end = {}, 0
-    for key, shape in zip(keys, shapes, strict=True):
-        places[key] = slice(end, end + math.prod(shape))
-        end = places[key].stop
-    made = Layout(np.dtype(dtype), dict(zip(keys, shapes, strict=True)), places, end, str(np.dtype(dtype)))
-    return _LAYOUTS.setdefault((dtype, keys, shapes), made)
-
-
 def variance_keys(keys: Mapping[str, object]) -> list[str]:
     """The keys of running variances. A `running_var` counts only along with its layer's `running_mean`."""
     return [key for key, role in roles(keys).items() if role is Role.STATISTICS and is_variance(key)]
 
 
-class FlatArrays(Mapping[str, Values]):
-    """Read-only arrays of one dtype, stored one after another in `flat`."""
-
-    __slots__ = ("flat", "layout")
-
-    def __init__(self, where: Layout, flat: Values) -> None:
-        assert (flat.shape, flat.dtype) == ((where.size,), where.dtype)
-        flat.flags.writeable = False
-        self.layout = where
-        self.flat = flat
-
-    def __getitem__(self, key: str) -> Values:
-        return self.flat[self.layout.places[key]].reshape(self.layout.shapes[key])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layout.places)
-
-    def __len__(self) -> int:
-        return len(self.layout.places)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.layout.places  # Mapping would make the array
-
-    def __or__(self, other: Arrays) -> dict[str, Values]:
-        return {**self, **other}
-
-    def __ror__(self, other: Arrays) -> dict[str, Values]:
-        return {**other, **self}
-
-    __eq__, __hash__ = object.__eq__, object.__hash__  # the methods of Mapping would compare the arrays
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return FlatArrays, (self.layout, self.flat)
-
-
 class Array(FlowerArray):
-    """Flower's Array for an array in memory; the bytes are created on first access.
+    """Flower's Array for an array in memory, the attribute `value`; the bytes are created on first access.
 
     It has the name of Flower's class because Flower serialises the name of the class with the bytes.
     """
 
-    place: tuple[FlatArrays, str]  # the block, and the key in it
+    value: Values  # callers must not write to it
 
-    def __init__(self, owner: FlatArrays, key: str) -> None:
+    def __init__(self, value: Values) -> None:
         # Setting attributes one by one would call Flower's __setattr__ for each.
-        where = owner.layout
-        self.__dict__.update(dtype=where.name, shape=where.shapes[key], stype=SType.NUMPY, place=(owner, key))
-
-    @property
-    def value(self) -> Values:
-        """The array itself; callers must not write to it."""
-        return self.place[0][self.place[1]]
+        self.__dict__.update(dtype=_name(value.dtype), shape=value.shape, stype=SType.NUMPY, value=frozen(value))
 
     def numpy(self) -> Values:
         return self.value.copy()  # Flower's method returns a copy too
@@ -136,53 +57,24 @@ class Array(FlowerArray):
         return self.__dict__["_bytes"]  # type: ignore[no-any-return]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Array, self.place
+        return Array, (self.value,)
 
 
-class Entries(dict[str, FlowerArray]):
-    """The entries of a record. `block` has exactly these arrays; None without such a block, or once one is replaced."""
-
-    block: FlatArrays | None = None
-
-    def __setitem__(self, key: str, array: FlowerArray) -> None:
-        self.block = None
-        super().__setitem__(key, array)
-
-    def __delitem__(self, key: str) -> None:
-        self.block = None
-        super().__delitem__(key)
-
-    def copy(self) -> Entries:
-        return entries_of(self, self.block)
+_name = functools.lru_cache(str)  # of a dtype, which NumPy formats again on each access
 
 
-def entries_of(arrays: Mapping[str, FlowerArray], block: FlatArrays | None) -> Entries:
-    made = Entries(arrays)
-    made.block = block
-    return made
-
-
-class ArrayRecord(FlowerRecord):
-    """Flower's ArrayRecord without its check of each entry: for a model, these checks are most of the time of packing.
-
-    It has the name of Flower's class for the same reason as Array.
-    """
-
-    def __init__(self, entries: Entries) -> None:
-        super().__init__()
-        self.__dict__["_data"] = entries
-
-    def __reduce__(self) -> tuple[object, ...]:
-        entries: Entries = self.__dict__["_data"]
-        return (ArrayRecord, (entries,)) if entries.block is None else (pack, (entries.block,))
+def frozen(value: Values) -> Values:
+    """The array itself, which is read-only from now on."""
+    value.flags.writeable = False
+    return value
 
 
 # These replace RecordDict.array_records etc. Flower's properties build a mapping that writes back to the RecordDict,
 # and building it takes longer than handling most messages.
 
 
-def arrays_in(content: Mapping[str, object]) -> dict[str, FlowerRecord]:
-    return {name: record for name, record in content.items() if isinstance(record, FlowerRecord)}
+def arrays_in(content: Mapping[str, object]) -> dict[str, ArrayRecord]:
+    return {name: record for name, record in content.items() if isinstance(record, ArrayRecord)}
 
 
 def metrics_in(content: RecordDict) -> dict[str, MetricRecord]:
@@ -198,55 +90,39 @@ def config_of(content: RecordDict) -> ConfigRecord:
     return next(iter(configs_in(content).values()), None) or ConfigRecord()
 
 
-def pack(arrays: Arrays) -> FlowerRecord:
-    """An ArrayRecord with copies of these arrays; FlatArrays are not copied."""
-    packed = blocks(arrays)
-    entries = {key: Array(block, key) for block in packed for key in block.layout.places}
-    if len(packed) == 1:  # in the order of its keys
-        return ArrayRecord(entries_of(entries, packed[0]))
-    return ArrayRecord(Entries({key: entries[key] for key in arrays}))
+def pack(arrays: Arrays) -> ArrayRecord:
+    """An ArrayRecord with these arrays: read-only ones as they are, and copies of others."""
+    record = ArrayRecord()
+    entries = record.__dict__["_data"]  # checking each entry, as Flower does, takes longer than all else here
+    for key, value in arrays.items():
+        if not isinstance(value, np.ndarray | np.generic):
+            raise TypeError(f"{key!r} is a {type(value).__name__}; expected a NumPy array")
+        if value.dtype.hasobject:
+            raise TypeError(f"{key!r} holds Python objects; expected an array of numbers")
+        is_shared = isinstance(value, np.ndarray) and not value.flags.writeable
+        entries[key] = Array(value if is_shared else np.array(value, order="C"))
+    return record
 
 
 def unpack(arrays: Mapping[str, FlowerArray]) -> Arrays:
     """The arrays of a record, not copied: callers must not change them. MessageError names an array that is invalid."""
-    if isinstance(arrays, ArrayRecord) and (block := arrays.__dict__["_data"].block) is not None:
-        return block  # type: ignore[no-any-return]
     return {key: array.value if isinstance(array, Array) else _read(key, array) for key, array in arrays.items()}
 
 
 def size_of(*records: Arrays) -> tuple[int, int]:
     """The number of elements and of bytes of all arrays in records, without names and headers."""
-    values: list[Values] = []
-    for arrays in records:
-        values += [arrays.flat] if isinstance(arrays, FlatArrays) else arrays.values()
+    values = [value for arrays in records for value in arrays.values()]
     return sum(value.size for value in values), sum(value.nbytes for value in values)
 
 
-def record_of(arrays: Mapping[str, FlowerArray]) -> FlowerRecord:
+def record_of(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
     """An ArrayRecord of Flower's Arrays, without the copies that Flower's constructor makes."""
     return pack(unpack(arrays))
 
 
-def blocks(values: Arrays) -> list[FlatArrays]:
-    """Copies of the arrays, with one block for each dtype."""
-    if isinstance(values, FlatArrays):
-        return [values]
-    if other := [key for key, value in values.items() if not isinstance(value, (np.ndarray, np.generic))]:
-        raise TypeError(f"{other[0]!r} is a {type(values[other[0]]).__name__}; expected a NumPy array")
-    made = []
-    for dtype in dict.fromkeys(value.dtype for value in values.values()):
-        own = {key: value for key, value in values.items() if value.dtype == dtype}
-        if dtype.hasobject:
-            raise TypeError(f"{next(iter(own))!r} holds Python objects; expected an array of numbers")
-        where = layout_of(dtype.str, tuple(own), tuple(value.shape for value in own.values()))
-        parts = [value.reshape(-1) for value in own.values()]
-        made.append(FlatArrays(where, np.concatenate(parts, dtype=where.dtype)))
-    return made
-
-
-def in_memory(record: FlowerRecord) -> FlowerRecord:
+def in_memory(record: ArrayRecord) -> ArrayRecord:
     """The record with all its arrays in memory; the same record if nothing had to be read."""
-    return record if {*map(type, record.values())} <= {Array} else pack(unpack(record))
+    return record if {*map(type, record.values())} <= {Array} else record_of(record)
 
 
 def _read(key: str, array: FlowerArray) -> Values:

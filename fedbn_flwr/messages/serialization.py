@@ -16,7 +16,7 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from . import protocol
-from .arrays import FlatArrays, pack, unpack
+from .arrays import pack, unpack
 
 Content = TypeVar("Content")
 
@@ -67,7 +67,7 @@ def _encode(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
     if kind in _LISTS.values():
         return kind.__name__, [_encode(item, name, tensors) for item in value]
     record = next((name for name, base in _RECORDS.items() if isinstance(value, base)), None)
-    if record or kind in (dict, FlatArrays):
+    if record or kind is dict:
         items = (unpack(value) if record == "arrays" else value).items()
         pairs = [
             (_encode(key, name, tensors), _encode(item, f"{name}.{key}", tensors))

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import FlatArrays
 from fedbn_flwr.norms.roles import Role
 
 
@@ -63,9 +62,8 @@ class ModelForm:
                     "this model (Private adds noise to each); untie them"
                 )
         for where, given in (("the message", arrays), ("the client's state", own)):
-            sent = given.layout.shapes if isinstance(given, FlatArrays) else {key: given[key].shape for key in given}
-            if wrong := [key for key in sent if sent[key] != self._shapes[key]]:
+            if wrong := [key for key in given if given[key].shape != self._shapes[key]]:
                 raise MessageError(
-                    f"{wrong[0]!r} has shape {sent[wrong[0]]} in {where} and {self._shapes[wrong[0]]} in this client's "
-                    "model"
+                    f"{wrong[0]!r} has shape {given[wrong[0]].shape} in {where} and {self._shapes[wrong[0]]} in this "
+                    "client's model"
                 )

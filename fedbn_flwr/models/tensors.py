@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import itertools
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import FlatArrays, blocks, layout_of
+from fedbn_flwr.messages.arrays import frozen
 from fedbn_flwr.norms.roles import Role, key_of, roles
 
 from .form import ModelForm
@@ -111,7 +110,6 @@ class ModelTensors:
         self._modules = list(model.modules())
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self.form = ModelForm(self.roles, dict(zip(state, self._now(state), strict=True)))
-        self._whole = {key for key in state if not state[key].is_floating_point()}
         if model not in _initial:
             now = zip(self._places, self._now(self._places), strict=True)
             _initial[model] = {key: value.detach().clone() for key, value in now}
@@ -165,26 +163,26 @@ class ModelTensors:
     @torch.no_grad()
     def load(self, *given: Arrays) -> None:
         """Copy arrays into the tensors of the same keys and shapes."""
-        for block in itertools.chain.from_iterable(map(blocks, given)):  # with one copy to the device
-            if not (into := [tensor for tensor in self._now(block) if tensor.numel()]):
-                continue
-            flat = _readable(block.flat).to(into[0].device)
-            values = _unflatten_dense_tensors(flat, into)
-            # Flower's mean of integer counters has a rounding error.
-            if block.flat.dtype.kind == "f" and not self._whole.isdisjoint(block):
-                pairs = zip(into, values, strict=True)
-                values = [value if tensor.is_floating_point() else value.round() for tensor, value in pairs]
-            torch._foreach_copy_(into, values)
+        for arrays in given:
+            into, values = self._now(arrays), []
+            for tensor, array in zip(into, arrays.values(), strict=True):
+                value = _in_place(array)
+                # Flower's mean of integer counters has a rounding error.
+                is_mean = value.is_floating_point() and not tensor.is_floating_point()
+                values.append(value.round() if is_mean else value)
+            if into:
+                torch._foreach_copy_(into, values)
 
     def values_of(self, keys: Collection[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""
         return copied(dict(zip(keys, self._now(keys), strict=True))) if keys else {}
 
 
-def _readable(flat: np.ndarray) -> Tensor:
-    """A tensor in the memory of a flat array, which must live longer; PyTorch would warn of a read-only one."""
-    memory = (ctypes.c_byte * flat.nbytes).from_address(flat.ctypes.data)
-    return torch.from_numpy(np.frombuffer(memoryview(memory), flat.dtype))
+def _in_place(value: np.ndarray) -> Tensor:
+    """A tensor in the memory of an array, which must live longer; PyTorch would warn of a read-only one."""
+    where = value.__array_interface__
+    where["data"] = where["data"][0], False  # not read-only
+    return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=where)))
 
 
 def initial_arrays(model: nn.Module) -> Arrays:
@@ -196,17 +194,11 @@ def initial_arrays(model: nn.Module) -> Arrays:
 
 @torch.no_grad()
 def copied(tensors: Mapping[str, Tensor]) -> Arrays:
-    """Copies of the tensors' current values; tensors of one dtype are copied from the device as one block."""
-    values = list(tensors.values())
-    if len({sent_dtype(dtype) for dtype in {value.dtype for value in values}}) != 1:
-        return {key: np.array(as_array(value), order="C") for key, value in zip(tensors, values, strict=True)}
-    # For a single tensor PyTorch's function returns no copy.
-    block = as_array(_flatten_dense_tensors(values) if len(values) > 1 else values[0].flatten().clone())
-    shapes = tuple([tuple(value.shape) for value in values])
-    return FlatArrays(_own_layout(block.dtype.str, tuple(tensors), shapes), block)
-
-
-_own_layout = functools.lru_cache(maxsize=256)(layout_of)  # cached, so that it outlives a client's message
+    """Copies of the tensors' current values, which are read-only."""
+    values = [*tensors.values()]
+    if len({(value.device, value.dtype) for value in values}) == 1 and values[0].device.type != "cpu":
+        values = _unflatten_dense_tensors(_flatten_dense_tensors(values).cpu(), values)  # one copy from the device
+    return {key: frozen(np.array(as_array(value), order="C")) for key, value in zip(tensors, values, strict=True)}
 
 
 def tensor_like(value: np.ndarray | None, parameter: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from fedbn_flwr.declared import checked
 from fedbn_flwr.engines.capabilities import wait_for_nodes
 from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError, few, log_once
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, absurd, are_alike, arrays_problem, initial_problem, is_finite
+from fedbn_flwr.messages.aggregate import Arrays, absurd, arrays_problem, initial_problem, is_finite
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.protocol import Config
@@ -396,8 +396,6 @@ class Base(Rule):
 
     def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
         """Why the new model must not replace the one that was sent, or None."""
-        if are_alike(model, sent):
-            return None
         for key, value in model.items():
             if key not in sent:
                 return f"it has {key!r}, which the clients' model lacks"

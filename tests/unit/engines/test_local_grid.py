@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import io
 import multiprocessing
 import os
@@ -12,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.engines.pool import Pool
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.messages.arrays import FlatArrays, pack, unpack
-from fedbn_flwr.models.tensors import initial_arrays
+from fedbn_flwr.messages.arrays import Arrays, pack, unpack
+from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg
 from tests.support.command import ROOT, python
 from tests.support.federations import same
@@ -530,9 +530,7 @@ def test_a_signal_during_a_fork_leaves_no_worker(monkeypatch: pytest.MonkeyPatch
 # --- memory ---
 
 
-def received_models() -> int:
-    """How many models of the federation below this process has received, which are not those from before its start."""
-    return sum(isinstance(each, FlatArrays) and each.flat.size == 40 for each in gc.get_objects())
+RECEIVED: list[weakref.ref[np.ndarray]] = []  # arrays of the model that a client has loaded
 
 
 class Watching:
@@ -541,16 +539,24 @@ class Watching:
     num_examples = 2
 
     def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        assert not received_models()
+        assert RECEIVED
+        assert not any(array() is not None for array in RECEIVED)
         yield torch.randn(2, 3), torch.tensor([0, 1])
 
 
-def test_a_worker_does_not_keep_the_received_model_while_it_trains() -> None:
+def test_a_worker_does_not_keep_the_received_model_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_all = ModelTensors.load_all
+
+    def noted(self: ModelTensors, arrays: Arrays, *rest: Any) -> None:
+        RECEIVED[:] = map(weakref.ref, arrays.values())
+        load_all(self, arrays, *rest)
+
+    monkeypatch.setattr(ModelTensors, "load_all", noted)
+
     def model() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 4))
 
     def make_client(context: Context) -> BNClient:
-        assert received_models(), "the message that is being handled has it"
         return BNClient(model(), Watching(), lr=0.1, context=context)
 
     with LocalGrid(client_app(make_client), 2, workers=1) as grid:
