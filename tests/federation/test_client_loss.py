@@ -24,6 +24,7 @@ from strategies.fixbn import FREEZE, FixBNClient
 from tests.support.command import ROOT, python_blocks
 from tests.support.federations import Federations, near
 from tests.support.fixtures import Batches
+from tests.support.twins import sgd, union
 
 GUIDE = ROOT / "docs" / "strategy-reference.md"
 SMOOTH, DOUBLED, TWICE = "fedbn.smooth", "fedbn.doubled", "fedbn.twice"
@@ -176,20 +177,14 @@ def test_fedtan_s_first_step_has_the_term_too(federation: Federations) -> None:
         def config(self, round: Any) -> dict[str, Any]:
             return {**super().config(round), SMOOTH: 0.7}
 
+    def smooth(outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, labels) + 0.7 * outputs.square().mean()
+
     fed = federation((8, 8), dtype=torch.float64, batches=1, lr=0.1)
     for direct in (True, False):
         strategy = Smoothed(min_batch=1, fraction_evaluate=0.0, direct=direct)
         found = unpack(strategy.start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
-        union = copy.deepcopy(fed.model).train()
-        inputs, labels = (torch.cat([data.batches[0][part] for data in fed.data]) for part in (0, 1))
-        for _ in range(2):
-            union.zero_grad()
-            outputs = union(inputs)
-            (F.cross_entropy(outputs, labels) + 0.7 * outputs.square().mean()).backward()
-            with torch.no_grad():
-                for parameter in union.parameters():
-                    parameter -= 0.1 * parameter.grad
-        near(found, union.state_dict(), rtol=1e-9, atol=1e-12)
+        near(found, sgd(copy.deepcopy(fed.model).train(), [union(fed)] * 2, smooth, lr=0.1), rtol=1e-9, atol=1e-12)
 
 
 def test_a_term_that_calls_batch_norm_raises_an_error_in_fedtan_s_step(federation: Federations) -> None:

@@ -25,7 +25,6 @@ from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.result import Results
 from tests.support.command import ROOT
-from tests.support.experiments import fault
 from tests.support.sessions import outcome, session
 
 CPU = torch.device("cpu")
@@ -146,16 +145,6 @@ def test_the_newcomer_s_accuracies_are_those_of_the_page(tmp_path: Path) -> None
 
 
 # --- settings ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("evaluate: {validation: 0.6}", "evaluate.validation is 0.6: expected at most 0.5"),
-    ],
-)
-def test_settings_without_effect_are_refused(text: str, words: str) -> None:
-    assert words in fault(text)
 
 
 def test_a_share_that_holds_out_no_image_is_refused() -> None:

@@ -70,16 +70,6 @@ def test_concordance_counts_pairs_of_which_the_first_died(brca: Any) -> None:
     assert float(brca.concordance(torch.tensor([4.0, 9, 3, 1, 2]), days)) == pytest.approx(4 / 6)
 
 
-def test_the_readme_has_the_concordances_of_the_kept_output() -> None:
-    output = (EXAMPLES / "brca.txt").read_text(encoding="utf-8")
-    ours = re.findall(r"^(Fed\w+) \(5 seeds\) .*?(0\.\d+ ± 0\.\d+) +5 +5 ", output, re.MULTILINE)
-    theirs = re.findall(r"(Fed\w+) (0\.\d+ ± 0\.\d+)", output.splitlines()[1])
-    both = [tuple(map(float, each.split(" ± "))) for pair in zip(ours, theirs, strict=True) for _, each in pair]
-    words = (f"{mean:.2f} ± {deviation + 1e-9:.2f}" for mean, deviation in both)
-    rows = "| FedAvg | {} | {} |\n| FedAdam | {} | {} |\n".format(*words)
-    assert rows in (EXAMPLES / "README.md").read_text(encoding="utf-8")
-
-
 @pytest.mark.slow
 def test_survival_times_of_real_regions_are_learned(brca: Any, shared_data: Path, tmp_path: Path) -> None:
     if not (folder := shared_data / "tcga_brca").is_dir():

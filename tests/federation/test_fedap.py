@@ -25,8 +25,8 @@ from fedbn_flwr.messages.serialization import parse
 from fedbn_flwr.strategies import FedAP, FedAvg, FedBN, FedRDN, FixBN, Private, Scaffold, Secure
 from tests.support.federations import Arrays, Federations, failing, models_of, near, noted_losses, replaced, same
 from tests.support.fixtures import Batches
-from tests.support.localnorm import by_hand, share
 from tests.support.plugin import RecordingGrid
+from tests.support.twins import by_hand, share
 
 SIZES = (6, 9, 14)
 LR = 0.2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,6 +23,7 @@ from fedbn_flwr.messages.metrics import mean_of_metrics
 from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
 from tests.support.federations import Arrays, Federations, failing, last_model, near, same
 from tests.support.plugin import RecordingGrid
+from tests.support.records import between, change_record
 
 SIZES = (8, 12, 6, 10, 14)
 IDS = [90210, 17, 4, 2**62, 555]  # random and unordered, as Flower's are
@@ -47,36 +49,12 @@ def mean32_of(fed: Any, partitions: list[int]) -> Arrays:
     return {key: value.astype(np.float32) for key, value in mean_of(fed, partitions).items()}
 
 
-def assert_bits(one: ArrayRecord, two: ArrayRecord) -> None:
-    assert list(one) == list(two)
-    assert same(unpack(one), unpack(two))
-
-
 def spoilt(fed: Any, partitions: set[int], change: Callable[[RecordDict], None]) -> ClientApp:
     """The federation's app, with some clients' train replies changed."""
-    inner, app = fed.app(), ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        reply = inner(message, context)
-        if context.node_config["partition-id"] in partitions:
-            change(reply.content)
-        return reply
-
-    @app.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        return inner(message, context)
-
-    return app
+    return between(fed.app(), lambda _, reply, partition: change(reply) if partition in partitions else None)
 
 
 # --- the mean ----------------------------------------------------------------
-
-
-def test_it_is_flower_s_fedavg() -> None:
-    strategy = FedAvg(0.5, min_train_nodes=3, weighted_by_key="weight")
-    assert isinstance(strategy, flower.FedAvg)
-    assert (strategy.fraction_train, strategy.min_train_nodes, strategy.weighted_by_key) == (0.5, 3, "weight")
 
 
 def test_one_round_equals_the_mean_by_hand(federation: Federations) -> None:
@@ -93,11 +71,6 @@ def test_two_rounds_equal_two_means_by_hand(federation: Federations) -> None:
     state = {key: torch.from_numpy(value.copy()) for key, value in mean_of(fed, [0, 1, 2]).items()}
     after_one.model.load_state_dict(state, strict=False)
     near(last_model(fed, FedAvg(), 2), mean_of(after_one, [0, 1, 2]), rtol=1e-12, atol=1e-14)
-
-
-def test_one_client_equals_local_training(federation: Federations) -> None:
-    fed = federation((8,))
-    near(last_model(fed, FedAvg(min_train_nodes=1, min_evaluate_nodes=1, min_available_nodes=1), 1), trained(fed, 0))
 
 
 def test_metrics_are_means_weighted_by_examples(federation: Federations) -> None:
@@ -124,44 +97,7 @@ def test_counters_that_are_sent_stay_whole(federation: Federations) -> None:
     assert int(counter) == 16
 
 
-# --- order and node ids ------------------------------------------------------
-
-
-def test_the_order_of_replies_does_not_matter(federation: Federations) -> None:
-    fed = federation(SIZES, dtype=torch.float64)
-    grid = fed.grid(node_ids=IDS)
-
-    def aggregate(order: list[int]) -> ArrayRecord:
-        strategy = FedAvg()
-        messages = list(strategy.configure_train(1, fed.arrays(), ConfigRecord(), grid))
-        replies = list(grid.send_and_receive(messages))
-        arrays, _ = strategy.aggregate_train(1, [replies[i] for i in order])
-        assert arrays is not None
-        return arrays
-
-    first = aggregate([0, 1, 2, 3, 4])
-    for order in ([4, 3, 2, 1, 0], [2, 0, 4, 1, 3]):
-        assert_bits(first, aggregate(order))
-
-
-def test_sums_in_another_order_would_differ(federation: Federations) -> None:
-    """The order changes the sums of these numbers, so the tests of order can fail."""
-    fed = federation(SIZES, dtype=torch.float64)
-    results = [trained(fed, i)["0.weight"] * SIZES[i] for i in range(5)]
-    forward, backward = sum(results), sum(reversed(results))
-    assert (forward != backward).any()
-
-
-def test_node_ids_do_not_matter(federation: Federations) -> None:
-    fed = federation(SIZES, dtype=torch.float64)
-    results = [
-        FedAvg().start(fed.grid(node_ids=ids), fed.arrays(), num_rounds=2)
-        for ids in (None, IDS, IDS[::-1], [5, 3, 1, 2, 4])
-    ]
-    for result in results[1:]:
-        assert_bits(results[0].arrays, result.arrays)
-        assert result.train_metrics_clientapp == results[0].train_metrics_clientapp
-        assert result.evaluate_metrics_clientapp == results[0].evaluate_metrics_clientapp
+# --- the choice of clients ------------------------------------------------------
 
 
 def chosen(fed: Any, node_ids: list[int] | None, rounds: int = 4, **options: Any) -> list[list[int]]:
@@ -215,15 +151,6 @@ def test_a_fraction_of_zero_asks_no_client(federation: Federations) -> None:
 # --- replies that cannot be used ---------------------------------------------
 
 
-def change_array(key: str, change: Callable[[np.ndarray], np.ndarray | None]) -> Callable[[RecordDict], None]:
-    def apply(content: RecordDict) -> None:
-        arrays = dict(unpack(content["arrays"]))
-        new = change(arrays.pop(key))
-        content["arrays"] = pack(arrays if new is None else arrays | {key: new})
-
-    return apply
-
-
 def change_count(value: Any) -> Callable[[RecordDict], None]:
     def apply(content: RecordDict) -> None:
         metrics = dict(content["metrics"])
@@ -237,13 +164,26 @@ def second_metrics(content: RecordDict) -> None:
     content["more"] = MetricRecord({"num-examples": 1})
 
 
+change_array = functools.partial(change_record, "arrays")
 SPOILS: dict[str, tuple[Callable[[RecordDict], None], str]] = {
     "NaN": (change_array("0.weight", lambda a: np.full_like(a, np.nan)), "'0.weight' has 72 of 72 values"),
-    "infinity": (change_array("4.bias", lambda a: a + np.inf), "'4.bias' has 3 of 3 values that are not finite"),
-    "shape": (change_array("4.bias", lambda a: a[:2]), "'4.bias' has shape (2,); the server sent shape (3,)"),
-    "dtype": (change_array("4.bias", lambda a: a.astype(np.float64)), "'4.bias' is float64; the server sent float32"),
+    "infinity": (
+        change_array("4.bias", lambda a: a + np.inf),
+        "'4.bias' has 3 of 3 values that are not finite",
+    ),
+    "shape": (
+        change_array("4.bias", lambda a: a[:2]),
+        "'4.bias' has shape (2,); the server sent shape (3,)",
+    ),
+    "dtype": (
+        change_array("4.bias", lambda a: a.astype(np.float64)),
+        "'4.bias' is float64; the server sent float32",
+    ),
     "missing key": (change_array("4.bias", lambda a: None), "the reply lacks '4.bias'"),
-    "negative variance": (change_array("1.running_var", lambda a: -a - 1), "'1.running_var' has negative values"),
+    "negative variance": (
+        change_array("1.running_var", lambda a: -a - 1),
+        "'1.running_var' has negative values",
+    ),
     "no count": (change_count(None), "lack 'num-examples'"),
     "negative count": (change_count(-3), "'num-examples' is -3, expected a number from 0"),
     "NaN count": (change_count(float("nan")), "'num-examples' is nan"),
@@ -311,13 +251,6 @@ def test_a_reason_names_its_client_once(federation: Federations, flower_log: pyt
     assert "round 2: left out client 0 (node 1): its metric 'train-loss' is nan, expected" in flower_log.text
 
 
-def test_all_clients_failing_is_never_an_empty_success(federation: Federations) -> None:
-    fed = federation()
-    app = failing(fed, lambda client, config: True, OSError("no data\nhere"))
-    with pytest.raises(RunFailed, match=r"0 of 2 clients sent a usable reply(.|\n)*OSError: no data here"):
-        FedAvg().start(fed.grid(app), fed.arrays(), num_rounds=1)
-
-
 def test_clients_that_do_not_answer_in_time_are_named(federation: Federations) -> None:
     fed = federation((8, 12, 6))
     grid = fed.grid()
@@ -333,17 +266,6 @@ def test_clients_that_all_have_no_examples_end_the_run(federation: Federations) 
     fed = federation()
     with pytest.raises(RunFailed, match="round 1"):
         FedAvg(fraction_evaluate=0.0).start(fed.grid(spoilt(fed, {0, 1}, change_count(0))), fed.arrays(), num_rounds=1)
-
-
-def test_replies_are_left_unmodified(federation: Federations) -> None:
-    fed = federation()
-    grid, strategy = fed.grid(), FedAvg()
-    replies = list(grid.send_and_receive(strategy.configure_train(1, fed.arrays(), ConfigRecord(), grid)))
-    before = [unpack(reply.content["arrays"]) for reply in replies]
-    strategy.aggregate_train(1, replies)
-    for reply, old in zip(replies, before, strict=True):
-        near(unpack(reply.content["arrays"]), old)
-        assert "partition-id" in reply.content["client"]
 
 
 def test_waiting_for_nodes_has_an_end(federation: Federations) -> None:
@@ -423,34 +345,6 @@ def test_flower_s_own_fedavg_drives_our_client(federation: Federations) -> None:
     assert theirs.train_metrics_clientapp[2]["train-loss"] == pytest.approx(
         ours.train_metrics_clientapp[2]["train-loss"], rel=1e-4
     )
-
-
-def test_flower_s_own_fedprox_drives_our_client(federation: Federations) -> None:
-    fed = federation((8, 12))
-    theirs = flower.FedProx(proximal_mu=2.0).start(fed.grid(), fed.arrays(), num_rounds=2)
-    ours = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2, train_config=ConfigRecord({"proximal-mu": 2.0}))
-    plain = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
-    near(unpack(theirs.arrays), unpack(ours.arrays), rtol=1e-4, atol=1e-5)
-    moved, held = (
-        sum(float(np.square(unpack(r.arrays)[k] - v).sum()) for k, v in unpack(fed.arrays()).items() if "run" not in k)
-        for r in (plain, theirs)
-    )
-    assert held < moved, "the proximal term keeps the model nearer"
-
-
-def test_our_fedavg_drives_a_foreign_client() -> None:
-    """Each adds its partition; weights 1 and 3: (0 * 1 + 1 * 3) / 4 = 0.75."""
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        partition = int(context.node_config["partition-id"])
-        arrays = {key: value + partition for key, value in unpack(message.content["arrays"]).items()}
-        metrics = MetricRecord({"num-examples": 1 + 2 * partition})
-        return Message(RecordDict({"theirs": pack(arrays), "metrics": metrics}), reply_to=message)
-
-    result = FedAvg(fraction_evaluate=0.0).start(LocalGrid(app, 2), pack({"w": np.zeros(3)}), num_rounds=2)
-    assert unpack(result.arrays)["w"].tolist() == [1.5] * 3
 
 
 @pytest.mark.parametrize("key", ["batch-examples", "train-loss"])

@@ -11,23 +11,19 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 from torch import nn
 
-from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
-from fedbn_flwr.engines.metered import MeteredGrid
+from fedbn_flwr import LocalGrid, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN, Standalone, Traits
-from tests.support.federations import Federations, last_model, near, replaced, same
-from tests.support.foreign import Foreign
-from tests.support.localnorm import by_hand, loss_of
+from tests.support.federations import Federations, last_model, replaced, same
 
 STATISTICS = {"1.running_mean", "1.running_var"}
 AFFINE = {"1.weight", "1.bias"}
-SHARED = {"0.weight", "4.weight", "4.bias"}
 
 # Each rule, and the keys of the small network that stay on the client.
 RULES = {
@@ -35,16 +31,6 @@ RULES = {
     "SiloBN": (SiloBN, STATISTICS),
 }
 every_rule = pytest.mark.parametrize("rule", RULES)
-
-
-def at_work(fed: Any) -> tuple[Any, dict[int, BNClient]]:
-    """The federation's app, which keeps one client for each node, and these clients."""
-    living: dict[int, BNClient] = {}
-
-    def make(context: Context) -> BNClient:
-        return living.setdefault(context.node_id, fed.make_client(context))
-
-    return client_app(make), living
 
 
 def test_a_flower_project_s_clients_store_their_state_in_the_folder_of_the_node_config(
@@ -59,38 +45,9 @@ def test_a_flower_project_s_clients_store_their_state_in_the_folder_of_the_node_
 # --- against a twin ----------------------------------------------------------
 
 
-@every_rule
-def test_three_rounds_and_their_evaluation_equal_the_rule_by_hand(federation: Federations, rule: str) -> None:
-    make, local = RULES[rule]
-    fed = federation((8, 12), dtype=torch.float64, lr=0.2)
-    app, clients = at_work(fed)
-    result = make().start(fed.grid(app), fed.arrays(), num_rounds=3)
-    mean, models = by_hand(fed, 3, local)
-    found = unpack(result.arrays)
-    assert set(found) == STATISTICS | AFFINE | SHARED
-    near(found, mean, rtol=1e-11, atol=1e-13)
-    # The last message of each client was an evaluation: its model is as the next round would load it.
-    for node, model in zip((1, 2), models, strict=True):
-        near(model.state_dict(), clients[node].model.state_dict(), rtol=1e-11, atol=1e-13)
-    for key in local:
-        assert not np.allclose(*(clients[node].model.state_dict()[key].numpy() for node in (1, 2))), key
-    assert result.evaluate_metrics_clientapp[3]["loss"] == pytest.approx(loss_of(fed, models), rel=1e-11)
-
-
 def private(strategy: Strategy) -> Strategy:
     """Flower's wrapper, without noise, whose start() is called."""
     return DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 100.0, 2)
-
-
-@every_rule
-@pytest.mark.parametrize("around", [lambda rule: rule, private], ids=["only", "inside another"])
-def test_a_second_run_of_the_same_nodes_equals_the_first(federation: Federations, rule: str, around: Any) -> None:
-    """The batch norm that the clients keep is of one run."""
-    fed = federation((8, 12))
-    grid = fed.grid()
-    first, second = (around(RULES[rule][0]()).start(grid, fed.arrays(), num_rounds=2) for _ in range(2))
-    assert same(unpack(second.arrays), unpack(first.arrays))
-    assert second.evaluate_metrics_clientapp == first.evaluate_metrics_clientapp
 
 
 @every_rule
@@ -136,22 +93,6 @@ def test_batch_norms_of_which_some_track_no_statistics_are_refused(federation: F
 # --- local tensors -----------------------------------------------------------
 
 
-@every_rule
-def test_round_five_is_the_same_where_the_node_s_process_was_replaced(federation: Federations, rule: str) -> None:
-    make, local = RULES[rule]
-    fed = federation((8, 12), lr=0.2, momentum=0.9)
-    ends = []
-    for serve in (at_work, replaced):
-        app, clients = serve(fed)
-        make().start(fed.grid(app), fed.arrays(), num_rounds=5)
-        ends.append({node: client.model.state_dict() for node, client in clients.items()})
-    lived, rebuilt = ends
-    for node in (1, 2):
-        for key in local | {"1.num_batches_tracked"}:
-            assert lived[node][key].numpy().tobytes() == rebuilt[node][key].numpy().tobytes(), key
-            assert not lived[node][key].equal(fed.model.state_dict()[key]), f"{key} was trained"
-
-
 def test_a_client_that_skips_a_round_keeps_its_batch_norm(federation: Federations) -> None:
     fed = federation((8, 12, 6))
     app, clients = replaced(fed)
@@ -168,20 +109,6 @@ def test_a_client_that_skips_a_round_keeps_its_batch_norm(federation: Federation
     list(grid.send_and_receive([Message(content, node, "evaluate") for node in trained]))
     for key, value in before.items():
         assert clients[trained[0]].model.state_dict()[key].equal(value), key
-
-
-def test_counters_of_the_server_s_model_stay_local_too(federation: Federations) -> None:
-    """A server of another project starts with the whole state dict; the mean of the counters stays an integer."""
-    fed = federation((8, 12), batches=2)
-    arrays = ArrayRecord(fed.model.state_dict())
-    app, clients = replaced(fed)
-    strategy = FedBN()
-    assert "1.num_batches_tracked" not in strategy.sent(arrays)
-    result = strategy.start(fed.grid(app), arrays, num_rounds=3)
-    assert [int(client.model[1].num_batches_tracked) for client in clients.values()] == [6, 6]
-    counter = result.arrays["1.num_batches_tracked"].numpy()
-    assert counter.dtype == np.int64
-    assert int(counter) == 6
 
 
 # --- messages ----------------------------------------------------------------
@@ -206,46 +133,10 @@ def test_batch_norm_is_found_by_role_wherever_it_sits(model: Callable[[], nn.Mod
     assert set(SiloBN().sent(arrays)) == {k for k in arrays if not k.endswith(("running_mean", "running_var"))}
 
 
-@every_rule
-def test_local_keys_are_never_sent_down_and_initial_sends_none_up(federation: Federations, rule: str) -> None:
-    make, local = RULES[rule]
-    fed = federation((8, 12))
-    total = sum(array.numpy().size for array in fed.arrays().values())
-    kept = sum(fed.arrays()[key].numpy().size for key in local)
-    for global_norm, up in (("average", total), ("initial", total - kept)):
-        grid = MeteredGrid(fed.grid())
-        make(global_norm=global_norm).start(grid, fed.arrays(), num_rounds=2)
-        traffic = grid.take()
-        assert traffic.elements_down_per_client == total - kept
-        assert traffic.elements_up_per_client == up
-
-
 def test_arrays_that_clients_do_not_send_may_be_inside_mean_statistics(federation: Federations) -> None:
     fed = federation((8, 12))
     rule = functools.partial(FedAvg, kept="affine", global_kept="initial")
     assert same(last_model(fed, MeanStatistics(rule()), 2), last_model(fed, rule(), 2))
-
-
-@every_rule
-def test_initial_keeps_the_global_model_s_batch_norm(federation: Federations, rule: str) -> None:
-    make, local = RULES[rule]
-    fed = federation((8, 12))
-    first = unpack(fed.arrays())
-    initial, average = (last_model(fed, make(global_norm=choice), 2) for choice in ("initial", "average"))
-    for key in initial:
-        assert (initial[key].tobytes() == first[key].tobytes()) == (key in local), key
-        assert (initial[key].tobytes() == average[key].tobytes()) == (key not in local), key
-
-
-def test_notes_say_which_batch_norm_the_global_model_carries() -> None:
-    assert FedBN().notes() == {"global_norm": "average"}
-    assert FixBN(FedBN(global_norm="initial")).notes()["global_norm"] == "initial"
-
-
-def test_a_client_that_cannot_send_its_batch_norm_back_is_named(federation: Federations) -> None:
-    fed = federation()
-    with pytest.raises(RunFailed, match=r"client 0(.|\n)*fedbn\.kept"):
-        FedBN().start(LocalGrid(client_app(lambda context: Foreign()), 2), fed.arrays(), num_rounds=1)
 
 
 def test_a_global_norm_that_means_nothing_is_refused() -> None:
@@ -264,19 +155,6 @@ def test_wrappers_report_that_their_rule_personalises() -> None:
         False,
     ]
     assert [FixBN(rule()).traits.has_global_model for rule in (FedBN, Standalone, FedAvg)] == [True, False, True]
-
-
-@every_rule
-def test_fixbn_around_it_freezes_each_client_s_own(federation: Federations, rule: str) -> None:
-    fed = federation((8, 12))
-    ends = []
-    for rounds in (2, 4):
-        app, clients = replaced(fed)
-        FixBN(RULES[rule][0](), freeze_round=2).start(fed.grid(app), fed.arrays(), num_rounds=rounds)
-        ends.append([client.model.state_dict() for client in clients.values()])
-    for before, after in zip(*ends, strict=True):
-        assert all(before[key].equal(after[key]) for key in STATISTICS)
-        assert not any(before[key].equal(after[key]) for key in SHARED | AFFINE)
 
 
 @every_rule

@@ -12,7 +12,7 @@ from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.strategies import FedAvg, FedBS, FedProx
+from fedbn_flwr.strategies import FedAvg, FedBS
 from tests.support.federations import Federations, near, same
 from tests.support.records import between
 
@@ -137,17 +137,6 @@ def test_the_deviation_is_that_of_the_population_and_may_equal_epsilon(federatio
 
 def test_there_is_no_way_back(federation: Federations) -> None:
     assert switch(federation, [0.0, 0.0, 1.5, 1.5], patience=2) == 3
-
-
-def test_a_reused_strategy_starts_from_zero(federation: Federations) -> None:
-    fed, rule = federation((4, 4)), strategy(patience=1)
-    assert Trace(fed, rule, 2, lambda r, i: 1.0).mu == [None, 0.01]
-    assert Trace(fed, rule, 2, lambda r, i: 1.0 + i).mu == [None, None]
-    assert rule.notes() == {"switch_round": None}
-
-
-def test_mu_is_fedprox_s_by_default() -> None:
-    assert FedBS().proximal_mu == FedProx().proximal_mu == 0.01
 
 
 # --- losses that cannot be weights -------------------------------------------

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context
-from torch import nn
+from flwr.app import Context, MetricRecord, RecordDict
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
 from fedbn_flwr.client.optimizers import SGD
@@ -20,7 +19,7 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FedNova, FedProx, FixBN, GlobalMomentum, Secure
 from strategies.fednova import effective_steps
 from tests.support.federations import Federations, last_model, near
-from tests.support.fixtures import Batches
+from tests.support.records import between
 
 Arrays = dict[str, np.ndarray]
 STEPS = (1, 4)
@@ -84,32 +83,6 @@ def test_with_equal_steps_it_is_fedavg(federation: Federations, rho: float, mu: 
     fed = federation((8, 12), dtype=torch.float64, steps=3, lr=0.1, momentum=rho)
     plain = last_model(fed, FedProx(proximal_mu=mu) if mu else FedAvg(), 2)
     near(last_model(fed, FedNova(proximal_mu=mu), 2), plain, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.slow
-def test_its_limit_is_the_optimum_of_all_clients_and_fedavg_s_is_not(federation: Federations) -> None:
-    """Losses (w - 1)^2 and (w + 1)^2 / 2 of equal weights: the minimum is at 1/3.
-
-    With rates that go to zero, FedAvg weights the gradients by the numbers of steps, 2 and 20: 2 * 2 (w - 1) +
-    20 (w + 1) = 0 at w = -16 / 24.
-    """
-    fed = federation((1, 1), batches=1, model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(1, 1, bias=False)),
-                     dtype=torch.float64)  # fmt: skip
-    fed.data = [Batches([(torch.ones(1, 1, dtype=torch.float64), torch.tensor([[t]], dtype=torch.float64))])
-                for t in (1.0, -1.0)]  # fmt: skip
-    options: dict[str, Any] = {"steps": (2, 20), "task": "regression"}
-
-    def limit(rule: Any, lr: float) -> float:
-        def scaled(outputs: Any, targets: Any) -> Any:
-            return ((outputs - targets) ** 2 * torch.where(targets > 0, 1.0, 0.5)).mean()
-
-        made = grid(fed, lr=lr, loss=scaled, **options)
-        return float(last_model(fed, rule, round(1.5 / lr), grid=made)["1.weight"].item())
-
-    errors = [abs(limit(FedNova(fraction_evaluate=0.0), lr) - 1 / 3) for lr in (0.05, 0.025)]
-    assert errors[1] < 0.7 * errors[0]
-    assert errors[1] < 0.25
-    assert limit(FedAvg(fraction_evaluate=0.0), 0.025) < -0.5
 
 
 class Falling(SGD):
@@ -176,18 +149,12 @@ def test_a_reply_with_a_false_number_of_steps_is_left_out(federation: Federation
     """A number near zero would multiply the client's change by as much as it likes, a large one all changes."""
     fed = federation((8, 12, 8), lr=0.1, steps=2)
 
-    class Lying(LocalGrid):
-        def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
-            replies = list(super().send_and_receive(messages, timeout=timeout))
-            for reply in replies[2:]:
-                metrics = reply.content["metrics"]
-                if a is None:
-                    del metrics["effective-steps"]
-                else:
-                    metrics["effective-steps"] = a
-            return replies
+    def lie(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        if partition == 2:
+            metrics = {key: value for key, value in reply["metrics"].items() if key != "effective-steps"}
+            reply["metrics"] = MetricRecord(metrics if a is None else {**metrics, "effective-steps": a})
 
-    found = last_model(fed, FedNova(fraction_evaluate=0.0), 1, grid=Lying(fed.app(), 3))
+    found = last_model(fed, FedNova(fraction_evaluate=0.0), 1, fed.grid(between(fed.app(), lie)))
     fed.data = fed.data[:2]
     without = last_model(fed, FedNova(fraction_evaluate=0.0), 1)
     near(without, found)

@@ -8,12 +8,13 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.strategies import FedAvg, FedProx
 from tests.support.federations import Federations, last_model, near, same
+from tests.support.twins import sgd, union
 
 
 def test_mu_of_zero_is_fedavg(federation: Federations) -> None:
@@ -29,14 +30,12 @@ def test_a_round_equals_sgd_on_the_loss_with_the_term(federation: Federations) -
     ends = []
     for data in fed.data:
         model = copy.deepcopy(fed.model)
-        start = [p.detach().clone() for p in model.parameters()]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x, y in data.batches:
-            optimizer.zero_grad()
-            distance = sum(((p - s) ** 2).sum() for p, s in zip(model.parameters(), start, strict=True))
-            (F.cross_entropy(model(x), y) + 0.7 / 2 * distance).backward()
-            optimizer.step()
-        ends.append(model.state_dict())
+
+        def loss(outputs: Tensor, targets: Tensor, model: nn.Module = model) -> Tensor:
+            pairs = zip(model.parameters(), fed.model.parameters(), strict=True)
+            return F.cross_entropy(outputs, targets) + 0.7 / 2 * sum(((w - at) ** 2).sum() for w, at in pairs)
+
+        ends.append(sgd(model, data.batches, loss, lr=0.1))
     ours = last_model(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.7), 1)
     for key, value in ours.items():
         np.testing.assert_allclose(value, (ends[0][key] + ends[1][key]).numpy() / 2, rtol=1e-12, atol=1e-13)
@@ -65,12 +64,5 @@ def test_group_norm_with_one_local_step_is_centralised_sgd(federation: Federatio
 
     fed = federation((5, 5, 5), batches=1, model=net, dtype=torch.float64, lr=0.1, steps=1, momentum=momentum,
                      keep_momentum=True)  # fmt: skip
-    twin = copy.deepcopy(fed.model)
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=momentum)
-    x, y = (torch.cat([data.batches[0][i] for data in fed.data]) for i in (0, 1))
-    for _ in range(10):
-        optimizer.zero_grad()
-        F.cross_entropy(twin(x), y).backward()
-        optimizer.step()
-    ours = last_model(fed, FedAvg(fraction_evaluate=0.0), 10)
-    near(twin.state_dict(), ours, rtol=1e-10, atol=1e-12)
+    expected = sgd(copy.deepcopy(fed.model), [union(fed)] * 10, lr=0.1, momentum=momentum)
+    near(expected, last_model(fed, FedAvg(fraction_evaluate=0.0), 10), rtol=1e-10, atol=1e-12)

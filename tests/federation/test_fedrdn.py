@@ -22,7 +22,7 @@ from fedbn_flwr.messages.serialization import parse
 from fedbn_flwr.strategies import FedAvg, FedBN, FedRDN, FedRep, FedTAN, Secure
 from tests.support.federations import Federations, models_of, near, noted_losses, replaced, same
 from tests.support.fixtures import Batches
-from tests.support.localnorm import share
+from tests.support.twins import share
 
 SIZES = (6, 9, 14)
 LR = 0.1

@@ -22,12 +22,13 @@ from fedbn_flwr.exchange.carriers import Answers, ByMessages, Cohort
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.strategies import FedAvg, Round, Wrapper
+from fedbn_flwr.strategies import FedAvg, GlobalMomentum, Round, Wrapper
 from tests.support.cohort import run_cohort
-from tests.support.federations import Federations, Forgetful, failing, last_model, nodes_in_means, same
+from tests.support.federations import Changed, Federations, Forgetful, failing, last_model, same
 from tests.support.marks import slow_except
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
+from tests.support.twins import sgd, union
 
 
 def centralised(
@@ -35,14 +36,8 @@ def centralised(
 ) -> dict[str, np.ndarray]:
     """The twin: one model on the union of the clients' first batches."""
     model = copy.deepcopy(fed.model).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    x = torch.cat([data.batches[0][0] for data in fed.data])
-    y = torch.cat([data.batches[0][1] for data in fed.data])
-    for _ in range(rounds):
-        optimizer.zero_grad()
-        loss(model(x), y).backward()
-        optimizer.step()
-    return {key: value.numpy() for key, value in model.state_dict().items()}
+    state = sgd(model, [union(fed)] * rounds, loss, lr=lr, momentum=momentum)
+    return {key: value.numpy() for key, value in state.items()}
 
 
 def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
@@ -75,10 +70,8 @@ def test_twenty_rounds_equal_twenty_steps_of_centralised_sgd(
 
 def test_unequal_batches_equal_the_union_when_weighted_by_batch(federation: Federations) -> None:
     fed = federation((3, 8, 5), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
-    assert (
-        distance(last_model(fed, FedTAN(fraction_evaluate=0.0, weights="batch"), 5), centralised(fed, 5, lr=0.1))
-        < 1e-10
-    )
+    ours = last_model(fed, FedTAN(fraction_evaluate=0.0, weights="batch"), 5)
+    assert distance(ours, centralised(fed, 5, lr=0.1)) < 1e-10
 
 
 def test_class_weights_and_label_smoothing_leave_it_exact(federation: Federations) -> None:
@@ -132,12 +125,8 @@ def test_local_steps_after_the_first_are_ordinary(federation: Federations) -> No
     ]
     run_cohort(works, [1.0, 1.0])
     for model, data in zip(copies, fed.data, strict=True):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.step()
-        for x, y in data.batches[1:]:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        sgd(model, data.batches[1:], lr=0.1)
     mean = {key: sum(m.state_dict()[key].numpy() for m in copies) / 2 for key in ours}
     assert distance(ours, mean) < 1e-12
 
@@ -165,15 +154,14 @@ def test_communication_rounds_and_bytes_of_resnet20_are_the_papers(
     assert traffic.messages_down == traffic.messages_up == 5 * (rounds + ending)
 
 
+@pytest.mark.parametrize("around", [lambda rule: rule, GlobalMomentum])
 def test_parked_and_replayed_rounds_give_the_same_model(
-    federation: Federations, monkeypatch: pytest.MonkeyPatch
+    federation: Federations, monkeypatch: pytest.MonkeyPatch, around: Any
 ) -> None:
     fed = federation((6, 6), model=two_norms_with_dropout, lr=0.1, momentum=0.9)
-    parked = last_model(fed, FedTAN(fraction_evaluate=0.0), 2)
-
+    parked = last_model(fed, around(FedTAN(fraction_evaluate=0.0)), 3)
     monkeypatch.setattr("fedbn_flwr.client.layerwise.parked_rounds", Forgetful())
-    replayed = last_model(fed, FedTAN(fraction_evaluate=0.0, direct=False), 2)
-    assert same(parked, replayed)
+    assert same(parked, last_model(fed, around(FedTAN(fraction_evaluate=0.0, direct=False)), 3))
 
 
 def test_two_runs_in_one_process_take_turns_between_two_exchanges(federation: Federations) -> None:
@@ -199,37 +187,16 @@ def test_two_runs_in_one_process_take_turns_between_two_exchanges(federation: Fe
     assert all(same(each, run(other, other.grid())) for each in inside)
 
 
-def test_a_client_lost_during_a_round_is_left_out_of_the_weights(
-    federation: Federations, flower_log: pytest.LogCaptureFixture
-) -> None:
-    fed = federation((6, 6, 6), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
-
-    class Losing(LocalGrid):
-        def continue_parked(self, *asked: Any) -> Answers | None:
-            answers = super().continue_parked(*asked)
-            assert answers is not None
-            return {node: answer for node, answer in answers.items() if node != 2}
-
-    strategy = FedTAN(fraction_evaluate=0.0)
-    used = nodes_in_means(strategy)
-    ours = last_model(fed, strategy, 1, Losing(fed.app(), 3))
-    assert all(np.isfinite(value).all() for value in ours.values())
-    assert used == [[1, 3]]
-
-
 def test_a_round_that_the_server_has_given_up_leaves_nothing_in_the_client_s_state(federation: Federations) -> None:
     fed = federation((6, 6, 6), batches=1, model=two_norms, lr=0.1, steps=1)
 
-    class Losing(LocalGrid):
-        def send_and_receive(self, messages: Any, *, timeout: Any = None) -> Any:
-            messages = [*messages]
-            configs = [config for message in messages for config in message.content.config_records.values()]
-            exchanging = any(protocol.EXCHANGE_STEP in config for config in configs)
-            replies = super().send_and_receive(messages, timeout=timeout)
-            return [each for each in replies if each.metadata.src_node_id != 2 or not exchanging]
+    def lose(messages: list[Message], replies: list[Message]) -> list[Message]:
+        configs = [config for message in messages for config in message.content.config_records.values()]
+        exchanging = any(protocol.EXCHANGE_STEP in config for config in configs)
+        return [each for each in replies if each.metadata.src_node_id != 2 or not exchanging]
 
-    grid = Losing(fed.app(), 3)
-    FedTANII(fedtan_rounds=1, direct=False, fraction_evaluate=0.0).start(grid, fed.arrays(), num_rounds=2)
+    grid, rule = fed.grid(), FedTANII(fedtan_rounds=1, direct=False, fraction_evaluate=0.0)
+    rule.start(Changed(grid, lose), fed.arrays(), num_rounds=2)
     contexts = grid.contexts()
     assert contexts is not None
     assert [key for key in contexts[2].state if "exchange" in key or "layerwise" in key] == []
@@ -350,12 +317,7 @@ def test_fedtan_ii_is_fedtan_then_frozen_statistics(federation: Federations) -> 
     twin.load_state_dict({k: torch.from_numpy(np.array(v)) for k, v in models[2].items()}, strict=False)
     twin.train()
     twin[1].eval(), twin[4].eval()
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    x, y = (torch.cat([data.batches[0][i] for data in fed.data]) for i in (0, 1))
-    for _ in range(2):
-        optimizer.zero_grad()
-        F.cross_entropy(twin(x), y).backward()
-        optimizer.step()
+    sgd(twin, [union(fed)] * 2, lr=0.1)
     assert distance(models[4], {key: value.numpy() for key, value in twin.state_dict().items()}) < 1e-10
 
 

@@ -16,12 +16,12 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 from torch import nn
-from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN
 from tests.support.federations import Arrays, Federations, failing, models_of, near
+from tests.support.twins import sgd, union
 
 STATISTICS = {"1.running_mean", "1.running_var"}
 AFFINE = {"1.weight", "1.bias"}
@@ -66,12 +66,6 @@ def test_a_fraction_of_a_hundred_rounds_is_the_round_it_names(federation: Federa
     strategy = FixBN(FedAvg(), freeze_round=fraction)
     strategy.begin(100, federation().arrays())
     assert strategy.notes()["freeze_round"] == round(fraction * 100)
-
-
-def test_a_reused_strategy_counts_from_zero(federation: Federations) -> None:
-    fed, strategy = federation((4, 4)), FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=0.5)
-    assert freezes(fed, strategy, 2) == ["", "statistics"]
-    assert freezes(fed, strategy, 4) == ["", "", "statistics", "statistics"]
 
 
 def test_evaluation_is_not_asked_to_freeze(federation: Federations) -> None:
@@ -210,26 +204,9 @@ def test_one_full_batch_step_after_the_freeze_equals_centralised_sgd(federation:
     twin.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in models[2].items()}, strict=False)
     twin.train()
     twin[1].eval()
-    inputs, targets = (torch.cat([data.batches[0][i] for data in fed.data]) for i in (0, 1))
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.3)
     for server_round in (3, 4, 5, 6):
-        optimizer.zero_grad()
-        F.cross_entropy(twin(inputs), targets).backward()
-        optimizer.step()
-        near(models[server_round], twin.state_dict(), rtol=1e-10, atol=1e-10)
+        near(models[server_round], sgd(twin, [union(fed)], lr=0.3), rtol=1e-10, atol=1e-10)
     assert np.abs(models[6]["0.weight"] - models[2]["0.weight"]).max() > 1e-3, "something was learned"
-
-
-def test_before_the_freeze_it_does_not_equal_centralised_sgd(federation: Federations) -> None:
-    """The mismatch that FixBN removes: clients with different data normalise by other statistics than their union."""
-    fed = federation((6, 6, 6), batches=1, dtype=torch.float64, lr=0.3, steps=1)
-    models = models_of(fed, FedAvg(), 1)
-    twin = copy.deepcopy(fed.model).train()
-    inputs, targets = (torch.cat([data.batches[0][i] for data in fed.data]) for i in (0, 1))
-    F.cross_entropy(twin(inputs), targets).backward()
-    with torch.no_grad():
-        expected = twin[0].weight - 0.3 * twin[0].weight.grad
-    assert np.abs(models[1]["0.weight"] - expected.numpy()).max() > 1e-3
 
 
 # --- other rules and clients -------------------------------------------------

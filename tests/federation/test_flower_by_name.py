@@ -11,17 +11,14 @@ import pytest
 import yaml
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedMedian
 
 from fedbn_flwr.cli import main
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.strategies import MeanStatistics
 from strategies.meanstatistics import median
 from tests.support.experiments import read
-from tests.support.federations import last_model
 from tests.support.marks import slow_except
 from tests.support.sessions import outcome
 
@@ -141,13 +138,3 @@ def test_the_median_keeps_dtypes_and_shapes(count: int, dtype: type) -> None:
         assert found.dtype == dtype
         np.testing.assert_array_equal(found, expected)
     assert median([{"n": np.array(value)} for value in (3, 5, 10**9)])["n"].tolist() == 5
-
-
-@pytest.mark.parametrize(("statistics", "large"), [("mean", True), ("median", False)])
-def test_the_median_of_statistics_withstands_one_client(
-    statistics: Any, large: bool, federation: Callable[..., Any]
-) -> None:
-    fed = federation((8, 8, 8, 8, 8))
-    rule = MeanStatistics(FedMedian(fraction_evaluate=0.0), statistics=statistics)
-    found = last_model(fed, rule, 1, fed.grid(poisoned(fed.app())))
-    assert (float(found["1.running_var"].max()) > 1e4) == large

@@ -48,7 +48,7 @@ from fedbn_flwr.strategies import (
 )
 from strategies.fedavg import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
-from tests.support.federations import Federations, same
+from tests.support.federations import Federations, near, same
 from tests.support.foreign import Foreign as ForeignClient
 from tests.support.marks import slow_except
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
@@ -116,37 +116,6 @@ def replies_of(grid: RecordingGrid, strategy: flower.Strategy, server_round: int
     return list(grid.send_and_receive(strategy.configure_train(server_round, arrays, ConfigRecord(), grid)))
 
 
-@pytest.mark.parametrize("name", OPTIMISERS)
-def test_mean_statistics_averages_only_the_statistics(federation: Federations, name: str) -> None:
-    """sum_i n_i s_i / sum_i n_i by hand; and the bare strategy beside it, given the same replies in each round."""
-    fed = federation(SIZES, lr=0.05)
-    grid = RecordingGrid(fed.app(), len(SIZES))
-    wrapped, bare, arrays = MeanStatistics(OPTIMISERS[name]()), OPTIMISERS[name](), whole(fed)
-    differs = False
-    for server_round in range(1, 5):
-        bare.configure_train(server_round, arrays, ConfigRecord(), grid)
-        replies = replies_of(grid, wrapped, server_round, arrays)
-        # Flower asks clients in a random order; the wrapper passes on their replies in the order of partitions.
-        replies.sort(key=lambda reply: reply.content["client"]["partition-id"])
-        theirs, _ = bare.aggregate_train(server_round, copy.deepcopy(replies))
-        ours, _ = wrapped.aggregate_train(server_round, replies[::-1])
-        assert ours is not None
-        assert theirs is not None
-        found, expected = unpack(ours), unpack(theirs)
-        counts = [reply.content["metrics"]["num-examples"] for reply in replies]
-        clients = [unpack(reply.content["arrays"]) for reply in replies]
-        for key, role in roles(arrays).items():
-            assert found[key].dtype == arrays[key].numpy().dtype
-            if role in (Role.STATISTICS, Role.COUNTER):
-                mean = np.average([client[key].astype(np.float64) for client in clients], axis=0, weights=counts)
-                np.testing.assert_allclose(found[key], mean, rtol=1e-6, atol=1e-7)
-                differs |= not np.allclose(expected[key], mean)
-            else:
-                np.testing.assert_array_equal(found[key], expected[key].astype(np.float32), key)
-        arrays = ours
-    assert differs, "the bare strategy does not average statistics"
-
-
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("base", [flower.FedAvg, FedAvg])
 def test_statistics_have_the_weights_of_the_strategy_inside(base: type[Strategy], counts: bool) -> None:
@@ -176,8 +145,8 @@ def test_a_weight_that_no_client_reports_ends_the_run(federation: Federations) -
         FixBN(flower.FedAvg(weighted_by_key="n"), freeze_round=1).start(fed.grid(), fed.arrays(), num_rounds=2)
 
 
-COUNTER = "1.num_batches_tracked"
 EXACT: dict[str, Callable[[], flower.Strategy]] = {
+    **OPTIMISERS,
     **PER_COORDINATE,
     "Krum": STRATEGIES["Krum"],
     "MultiKrum": STRATEGIES["MultiKrum"],
@@ -192,41 +161,36 @@ EXACT: dict[str, Callable[[], flower.Strategy]] = {
 def test_mean_statistics_hides_statistics_and_counters_from_flower_s_strategies(
     federation: Federations, name: str
 ) -> None:
-    """They receive the model without the norms' state: the same strategy on such a model gives the same arrays."""
+    """They receive the model without the norms' state, of which it has sum_i n_i s_i / sum_i n_i."""
     fed = federation(SIZES, lr=0.05)
-    grid, strategy, alone, sent = (
-        RecordingGrid(fed.app(), len(SIZES)),
-        MeanStatistics(EXACT[name]()),
-        EXACT[name](),
-        whole(fed),
-    )
-    of_norms = [key for key, role in roles(sent).items() if role in (Role.STATISTICS, Role.COUNTER)]
+    grid, arrays = RecordingGrid(fed.app(), len(SIZES)), whole(fed)
+    strategy, alone = MeanStatistics(EXACT[name]()), EXACT[name]()
+    of_norms = [key for key, role in roles(arrays).items() if role in (Role.STATISTICS, Role.COUNTER)]
 
     def shown(arrays: ArrayRecord) -> ArrayRecord:
         return ArrayRecord({key: value for key, value in arrays.items() if key not in of_norms})
 
-    replies = replies_of(grid, strategy, 1, sent)
-    replies.sort(key=lambda reply: reply.content["client"]["partition-id"])
-    assert grid.errors() == []
-    assert all(list(message.arrays) == list(sent) for message in grid.sent)
-    alone.configure_train(1, shown(sent), ConfigRecord(), grid)
-    for_it = copy.deepcopy(replies)
-    for reply in for_it:
-        reply.content["arrays"] = shown(reply.content["arrays"])
-    expected, _ = alone.aggregate_train(1, for_it)
-    ours, _ = strategy.aggregate_train(1, replies)
-    assert ours is not None
-    assert expected is not None
-    assert list(ours) == list(sent)
-    found, clients = unpack(ours), [unpack(reply.content["arrays"]) for reply in replies]
-    assert {key: value.dtype for key, value in found.items()} == {key: sent[key].numpy().dtype for key in sent}
-    for key in sent:
-        if key in of_norms:
+    for server_round in (1, 2, 3):
+        replies = replies_of(grid, strategy, server_round, arrays)
+        # Flower asks clients in a random order; the wrapper passes on their replies in the order of partitions.
+        replies.sort(key=lambda reply: reply.content["client"]["partition-id"])
+        alone.configure_train(server_round, shown(arrays), ConfigRecord(), grid)
+        for_it = copy.deepcopy(replies)
+        for reply in for_it:
+            reply.content["arrays"] = shown(reply.content["arrays"])
+        expected, _ = alone.aggregate_train(server_round, for_it)
+        ours, _ = strategy.aggregate_train(server_round, replies[::-1])
+        assert ours is not None
+        assert expected is not None
+        found, clients = unpack(ours), [unpack(reply.content["arrays"]) for reply in replies]
+        assert {k: v.dtype for k, v in found.items()} == {k: v.numpy().dtype for k, v in arrays.items()}
+        near({k: found[k] for k in found if k not in of_norms},
+             {k: v.numpy().astype(np.float32) for k, v in expected.items()})  # fmt: skip
+        for key in of_norms:
             mean = np.average([client[key].astype(np.float64) for client in clients], axis=0, weights=SIZES)
-            np.testing.assert_allclose(found[key], mean, rtol=1e-6)
-        else:
-            np.testing.assert_array_equal(found[key], expected[key].numpy().astype(np.float32), key)
-    assert found[COUNTER].dtype == np.int64
+            np.testing.assert_allclose(found[key], mean, rtol=1e-6, atol=1e-7)
+        arrays = ours
+    assert grid.errors() == []
 
 
 def test_the_metrics_that_flower_s_strategies_average_are_those_of_the_model(federation: Federations) -> None:
@@ -334,16 +298,18 @@ class Outer(Strategy):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: GlobalMomentum(FedAvg()), lambda: FixBN(GlobalMomentum(Scaffold()), freeze_round=1)]
+    "make", [FedBN, lambda: GlobalMomentum(FedAvg()), lambda: FixBN(GlobalMomentum(Scaffold()), freeze_round=1)]
 )
 def test_a_second_run_inside_a_strategy_of_another_project_begins_without_the_state_of_the_first(
     federation: Federations, make: Any
 ) -> None:
     """And so equals one that our own start() begins."""
     fed, inner = federation((8, 12), momentum=0.9), make()
-    runs = [Outer(inner).start(fed.grid(), fed.arrays(), num_rounds=3) for _ in range(2)]
-    expected = unpack(make().start(fed.grid(), fed.arrays(), num_rounds=3).arrays)
-    assert all(same(unpack(run.arrays), expected) for run in runs)
+    grid, expected = fed.grid(), make().start(fed.grid(), fed.arrays(), num_rounds=3)
+    for _ in range(2):
+        run = Outer(inner).start(grid, fed.arrays(), num_rounds=3)
+        assert same(unpack(run.arrays), unpack(expected.arrays))
+        assert run.evaluate_metrics_clientapp == expected.evaluate_metrics_clientapp
 
 
 class Twice(flower.FedAvg):
@@ -548,15 +514,6 @@ def test_mean_statistics_refuses_a_rule_whose_clients_send_none(strategy: Strate
         MeanStatistics(strategy)
 
 
-def test_fedadam_in_mean_statistics_keeps_variances_positive(federation: Federations) -> None:
-    fed = narrow(federation(SIZES, lr=0.05))
-    grid = RecordingGrid(fed.app(), len(SIZES))
-    result = MeanStatistics(flower.FedAdam(eta=1.0)).start(grid, fed.arrays(), num_rounds=ROUNDS)
-    assert grid.errors() == []
-    (variance,) = variances(unpack(result.arrays)).values()
-    assert 0 < variance.min() <= variance.max() < 0.5, "it fell as far as the clients' did"
-
-
 @pytest.mark.parametrize(
     ("name", "make"),
     [("FedAdam", MeanStatistics), ("FedMedian", lambda s: s), ("FedMedian", MeanStatistics), ("Krum", lambda s: s)],
@@ -573,23 +530,6 @@ def test_fixbn_freezes_around_flower_s_strategies(federation: Federations, name:
     assert all((a["0.weight"] != b["0.weight"]).any() for a, b in pairwise(models))
     moved = [(a["1.running_var"] != b["1.running_var"]).any() for a, b in pairwise(models)]
     assert moved == [True, True, False, False]
-
-
-@pytest.mark.parametrize("name", PER_COORDINATE)
-def test_coordinate_wise_rules_stay_between_the_clients_variances(federation: Federations, name: str) -> None:
-    fed = federation(SIZES, lr=0.05)
-    grid, strategy, arrays = RecordingGrid(fed.app(), len(SIZES)), PER_COORDINATE[name](), fed.arrays()
-    for server_round in range(1, ROUNDS):
-        replies = replies_of(grid, strategy, server_round, arrays)
-        clients = [unpack(reply.content["arrays"]) for reply in replies]
-        found, _ = strategy.aggregate_train(server_round, replies)
-        assert found is not None
-        for key, value in variances(unpack(found)).items():
-            each = np.stack([client[key] for client in clients])
-            assert (value >= each.min(0)).all()
-            assert (value <= each.max(0)).all()
-            assert (each.min(0) < each.max(0)).all(), "clients differ"
-        arrays = found
 
 
 def test_any_numpy_client_is_served_and_refuses_what_it_does_not_know(federation: Federations) -> None:

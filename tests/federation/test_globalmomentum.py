@@ -11,20 +11,18 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from flwr.clientapp import ClientApp
 from torch import nn
-from torch.nn import functional as F
 
 from fedbn_flwr import build_model
-from fedbn_flwr.client.layerwise import parked_rounds
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FixBN, GlobalMomentum
 from tests.support.federations import Arrays, Federations, models_of, near, replaced, same
-from tests.support.records import BAD_RECORDS, between
+from tests.support.records import between
 from tests.support.smallbatches import FedTAN
+from tests.support.twins import sgd, union
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -48,12 +46,7 @@ def with_batch_norm() -> nn.Module:
 def centralised(fed: Any, rounds: int) -> Arrays:
     """One SGD step a round on the union of all clients' batches."""
     model = copy.deepcopy(fed.model).train()
-    optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    inputs, targets = (torch.cat(parts) for parts in zip(*(data.batches[0] for data in fed.data), strict=True))
-    for _ in range(rounds):
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
+    sgd(model, [union(fed)] * rounds, **SGD)
     return {key: parameter.detach().numpy() for key, parameter in model.named_parameters()}
 
 
@@ -109,15 +102,6 @@ def test_the_mean_has_the_weights_of_the_base(federation: Federations, base: Cal
             np.testing.assert_allclose(unpack(down[2, i]["momentum"])[name], expected, rtol=1e-13, atol=1e-16)
 
 
-def test_node_ids_do_not_matter(federation: Federations) -> None:
-    fed = federation((8, 12, 6), **SGD)
-    results = [
-        unpack(GlobalMomentum(fedavg()).start(fed.grid(node_ids=ids), fed.arrays(), num_rounds=3).arrays)
-        for ids in ([1, 2, 3], [2**62, 7, 99])
-    ]
-    assert same(results[0], results[1])
-
-
 def test_the_first_round_is_that_of_the_base(federation: Federations) -> None:
     fed = federation((8, 12), **SGD)
     ours, theirs = models_of(fed, GlobalMomentum(fedavg()), 2), models_of(fed, fedavg(), 2)
@@ -141,12 +125,6 @@ def test_messages_carry_the_momentum_up_and_from_round_two_down(
     model = parameters + statistics
     assert [each.bytes_down for each in rounds[1:]] == [2 * 4 * model] + [2 * 4 * (model + parameters)] * 2
     assert [each.bytes_up for each in rounds[1:]] == [2 * 4 * (model + parameters)] * 3
-
-
-def test_a_reused_strategy_starts_from_zero(federation: Federations) -> None:
-    fed, rule = federation((8, 12), **SGD), GlobalMomentum(fedavg())
-    once, again = models_of(fed, rule, 2), models_of(fed, rule, 2)
-    assert all(once[2][key].tobytes() == value.tobytes() for key, value in again[2].items())
 
 
 # --- with other rules --------------------------------------------------------
@@ -187,21 +165,6 @@ def test_around_fedtan_only_the_last_message_has_the_momentum(federation: Federa
     assert sent == [plain] * 3 + [plain] * 2 + [last], "one batch norm: two exchanges and the last message"
 
 
-def test_a_replaced_fedtan_process_replays_with_the_momentum(federation: Federations) -> None:
-    fed = federation((8, 8), batches=1, model=with_batch_norm, **SGD)
-    expected = models_of(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3)
-    app, forgetful = fed.app(), ClientApp()
-
-    def forgets(message: Any, context: Context) -> Any:
-        parked_rounds.clear()
-        return app(message, context)
-
-    for register in (forgetful.train(), forgetful.query("exchange"), forgetful.query("partition")):
-        register(forgets)
-    found = models_of(fed, GlobalMomentum(FedTAN(fraction_evaluate=0.0)), 3, forgetful)
-    assert same(expected[-1], found[-1])
-
-
 def test_around_fedbn_the_momentum_of_batch_norm_stays_local(federation: Federations) -> None:
     fed, ups = federation((8, 12), **SGD), []
     app, clients = replaced(fed)
@@ -214,45 +177,6 @@ def test_around_fedbn_the_momentum_of_batch_norm_stays_local(federation: Federat
 
 
 # --- refusals ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", BAD_RECORDS)
-def test_an_unusable_momentum_excludes_its_reply_and_is_named(
-    federation: Federations, flower_log: pytest.LogCaptureFixture, name: str
-) -> None:
-    fed = federation((8, 12, 6), dtype=torch.float64, **SGD)
-    spoil, words = BAD_RECORDS[name]
-    seen: dict[tuple[int, int], Arrays] = {}
-
-    def hook(message: RecordDict, reply: RecordDict, partition: int) -> None:
-        number = int(message["config"]["server-round"])
-        seen[number, partition] = unpack(reply["momentum"]) if number == 1 else unpack(message["momentum"])
-        if partition == 1 and number == 1:
-            spoil("momentum")(reply)
-
-    models_of(fed, GlobalMomentum(fedavg()), 2, between(fed.app(), hook))
-    for key, value in seen[2, 0].items():
-        expected = (8 * seen[1, 0][key] + 6 * seen[1, 2][key]) / 14
-        np.testing.assert_allclose(value, expected, rtol=1e-13, atol=1e-16, err_msg=key)
-    (line,) = [r.getMessage() for r in flower_log.records if "left out" in r.getMessage()]
-    assert "(node 2): its record 'momentum'" in line
-    assert words in line
-
-
-def test_a_reply_that_the_base_excludes_has_no_part_in_the_momentum(federation: Federations) -> None:
-    fed = federation((8, 12, 6), dtype=torch.float64, **SGD)
-    seen: dict[tuple[int, int], Arrays] = {}
-
-    def hook(message: RecordDict, reply: RecordDict, partition: int) -> None:
-        number = int(message["config"]["server-round"])
-        seen[number, partition] = unpack(reply["momentum"]) if number == 1 else unpack(message["momentum"])
-        if partition == 0 and number == 1:
-            BAD_RECORDS["NaN"][0]("arrays")(reply)
-
-    models_of(fed, GlobalMomentum(fedavg()), 2, between(fed.app(), hook))
-    for key, value in seen[2, 0].items():
-        expected = (12 * seen[1, 1][key] + 6 * seen[1, 2][key]) / 18
-        np.testing.assert_allclose(value, expected, rtol=1e-13, atol=1e-16, err_msg=key)
 
 
 def test_clients_that_train_without_momentum_say_so(federation: Federations) -> None:
@@ -287,13 +211,7 @@ def fedavg_of_one() -> FedAvg:
 
 def test_one_client_that_keeps_its_momentum_is_one_long_run_of_sgd(federation: Federations) -> None:
     fed = federation((8,), dtype=torch.float64, **SGD)
-    twin = copy.deepcopy(fed.model).train()
-    optimizer = torch.optim.SGD(twin.parameters(), **SGD)
-    for inputs, targets in fed.data[0].batches * 4:
-        optimizer.zero_grad()
-        F.cross_entropy(twin(inputs), targets).backward()
-        optimizer.step()
-    expected = twin.state_dict()
+    expected = sgd(copy.deepcopy(fed.model).train(), fed.data[0].batches * 4, **SGD)
     fresh = models_of(fed, fedavg_of_one(), 4)[-1]
     fed.options["keep_momentum"] = True
     near(models_of(fed, fedavg_of_one(), 4)[-1], expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections import Counter
 from typing import Any
 
@@ -69,13 +68,6 @@ def test_the_first_mod_is_outermost(federation: Federations) -> None:
 def test_an_unknown_kind_of_message_is_refused(federation: Federations) -> None:
     with pytest.raises(ValueError, match="did you mean 'train'"):
         client_app(federation().make_client, mods={"trian": []})
-
-
-def test_message_size_mod_logs_bytes(federation: Federations, caplog: pytest.LogCaptureFixture) -> None:
-    fed = federation()
-    caplog.set_level(logging.INFO, logger="flwr")
-    FedAvg().start(fed.grid(client_app(fed.make_client, mods=[message_size_mod])), fed.arrays(), num_rounds=1)
-    assert caplog.text.count("Incoming message size: ") == 4
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from torch.nn import functional as F
 
 from fedbn_flwr import Role, roles
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, Scaffold
-from tests.support.federations import last_model, same
+from tests.support.federations import last_model, near, same
 from tests.support.fixtures import Batches, Federation
 from tests.support.series import CLIENTS, Text, union_of
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
+from tests.support.twins import sgd
 
 NONE: dict[str, Any] = {"fraction_evaluate": 0.0}
 
@@ -43,15 +44,7 @@ def federation(**options: Any) -> Federation:
 def test_fedtan_trains_as_one_model_on_the_union_of_padded_series(exchange: str, direct: bool) -> None:
     fed = federation()
     ours = last_model(fed, FedTAN(exchange=exchange, direct=direct, **NONE), 3)
-    model = copy.deepcopy(fed.model).train()
-    optimizer, (inputs, targets) = torch.optim.SGD(model.parameters(), lr=0.1), union_of(CLIENTS)
-    for _ in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-    for key, value in model.state_dict().items():
-        if key in ours:
-            np.testing.assert_allclose(ours[key], value.numpy(), rtol=0, atol=1e-12)
+    near(ours, sgd(copy.deepcopy(fed.model).train(), [union_of(CLIENTS)] * 3, lr=0.1), atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
 
 from fedbn_flwr import BNClient, client_app
 from fedbn_flwr.client.layerwise import ParkedRounds
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages.arrays import unpack
 
 Arrays = dict[str, np.ndarray]
@@ -98,6 +100,22 @@ def nodes_in_means(strategy: Any) -> list[list[int]]:
         [reply.message.metadata.src_node_id for reply in replies]
     )
     return found
+
+
+# Of messages and their replies, to the replies that arrive.
+Change = Callable[[list[Message], list[Message]], list[Message]]
+
+
+class Changed(GridAround):
+    """A grid whose replies are changed by a function of the messages and their replies."""
+
+    def __init__(self, inner: Grid, change: Change) -> None:
+        super().__init__(inner)
+        self.change = change
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = list(messages)
+        return self.change(sent, list(super().send_and_receive(sent, timeout=timeout)))
 
 
 class Forgetful(ParkedRounds):
