@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, MetricRecord, RecordDict
+from flwr.app import Context, RecordDict
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles
 from fedbn_flwr.client.optimizers import SGD
@@ -151,8 +151,9 @@ def test_a_reply_with_a_false_number_of_steps_is_left_out(federation: Federation
 
     def lie(message: RecordDict, reply: RecordDict, partition: int) -> None:
         if partition == 2:
-            metrics = {key: value for key, value in reply["metrics"].items() if key != "effective-steps"}
-            reply["metrics"] = MetricRecord(metrics if a is None else {**metrics, "effective-steps": a})
+            metrics = reply.metric_records["metrics"]
+            del metrics["effective-steps"]
+            metrics.update({} if a is None else {"effective-steps": a})
 
     found = last_model(fed, FedNova(fraction_evaluate=0.0), 1, fed.grid(between(fed.app(), lie)))
     fed.data = fed.data[:2]

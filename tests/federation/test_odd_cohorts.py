@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common import Context
 from flwr.serverapp.strategy import FedAdam, FedAvgM, Krum
 from torch import nn
@@ -21,21 +21,20 @@ from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.norms.convert import convert_norm
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FixBN, HeteroBN, MeanStatistics, Round, Scaffold
 from tests.support.command import ROOT, python
-from tests.support.federations import Change, Changed, Federations, last_model, same
+from tests.support.federations import Changed, Federations, last_model, only, same
 from tests.support.fixtures import small_net
 from tests.support.records import between
 
 OFF: Any = {"fraction_evaluate": 0.0}
 
 
-def only(kind: str, change: Callable[[list[Message]], list[Message]]) -> Change:
-    """Changes the replies to messages of one kind."""
-    return lambda sent, replies: change(replies) if sent and sent[0].metadata.message_type == kind else replies
-
-
 def reporting(fed: Any, *counts: int) -> Any:
     """The federation's app, whose clients report these numbers of examples."""
-    return between(fed.app(), lambda _, reply, i: reply["metrics"].update({"num-examples": counts[i]}))
+
+    def change(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        reply["metrics"]["num-examples"] = counts[partition]  # type: ignore[index]
+
+    return between(fed.app(), change)
 
 
 def test_scaffold_s_nodes_may_leave_after_their_answers(federation: Federations) -> None:

@@ -118,6 +118,11 @@ class Changed(GridAround):
         return self.change(sent, list(super().send_and_receive(sent, timeout=timeout)))
 
 
+def only(kind: str, change: Callable[[list[Message]], list[Message]]) -> Change:
+    """Changes the replies to messages of one kind."""
+    return lambda sent, replies: change(replies) if sent and sent[0].metadata.message_type == kind else replies
+
+
 class Forgetful(ParkedRounds):
     """Parked rounds as if a new process received every message."""
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from flwr.app import Array, Message
 
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.extensions.secure.client import QUERY
-from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.reply import partition_of
-from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.strategies import FedAvg, FixBN, Secure
-from tests.federation.test_odd_cohorts import NO_EVALUATION, Changed, grid, net, same, trained
+from tests.support.federations import Changed, Federations, last_model, only, same
+
+SIZES = (8,) * 4
+OFF: Any = {"fraction_evaluate": 0.0}
 
 
-def test_frozen_statistics_keep_the_sign_of_zero_under_secure_aggregation() -> None:
-    model = net()
-    model[1].running_mean[0] = -0.0  # type: ignore[index,union-attr]
-    secure = Secure(FixBN(FedAvg(**NO_EVALUATION), freeze_round=0))
-    found = trained(secure, grid(4), model=lambda: model)
+def test_frozen_statistics_keep_the_sign_of_zero_under_secure_aggregation(federation: Federations) -> None:
+    fed = federation(SIZES)
+    fed.model[1].running_mean[0] = -0.0
+    found = last_model(fed, Secure(FixBN(FedAvg(**OFF), freeze_round=0)), 1)
     assert np.signbit(found["1.running_mean"][0])
 
 
-def test_a_client_with_an_unusable_public_key_is_left_out() -> None:
+def test_a_client_with_an_unusable_public_key_is_left_out(federation: Federations) -> None:
     def zero(replies: list[Message]) -> list[Message]:
         for reply in replies:
             for record in reply.content.array_records.values():
@@ -31,24 +34,26 @@ def test_a_client_with_an_unusable_public_key_is_left_out() -> None:
                     record["secure"] = Array(np.zeros_like(record["secure"].numpy()))
         return replies
 
-    found = trained(Secure(FedAvg(**NO_EVALUATION)), Changed(grid(4), QUERY, zero))
-    assert not same(found, unpack(pack(initial_arrays(net()))))
+    fed = federation(SIZES)
+    found = last_model(fed, Secure(FedAvg(**OFF)), 1, Changed(fed.grid(), only(QUERY, zero)))
+    assert not same(found, unpack(fed.arrays()))
 
 
-def test_each_stage_s_answer_has_the_partition() -> None:
+def test_each_stage_s_answer_has_the_partition(federation: Federations) -> None:
     found: list[int | None] = []
 
     def noted(replies: list[Message]) -> list[Message]:
         found.extend(partition_of(reply.content) for reply in replies)
         return replies
 
-    trained(Secure(FixBN(FedAvg(**NO_EVALUATION), freeze_round=1)), Changed(grid(4), QUERY, noted), 2)
+    fed = federation(SIZES)
+    last_model(fed, Secure(FixBN(FedAvg(**OFF), freeze_round=1)), 2, Changed(fed.grid(), only(QUERY, noted)))
     assert set(found) == {0, 1, 2, 3}
 
 
-def test_a_sum_of_one_client_has_a_reason_of_its_own() -> None:
+def test_a_sum_of_one_client_has_a_reason_of_its_own(federation: Federations) -> None:
     reason = (
         r"1 of 1 clients answered, 2 are needed to open a sum: all that were asked have answered; let more clients tr"
     )
     with pytest.raises(RunFailed, match=reason):
-        trained(Secure(FedAvg(min_available_nodes=1, min_train_nodes=1, **NO_EVALUATION)), grid(1))
+        last_model(federation((8,)), Secure(FedAvg(min_available_nodes=1, min_train_nodes=1, **OFF)), 1)
