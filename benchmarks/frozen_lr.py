@@ -3,13 +3,15 @@
     fedbn run fedtan/mnist rounds=50 'seeds=[0]' --out RUNS      # FedAvg+BN and FedTAN are used
     python benchmarks/frozen_lr.py RUNS/FedAvg+BN/model.safetensors DATA
 
-DATA is the MNIST folder or hub name. Prints the loss every 20 steps of 200 with batches of 640, for batch norm with
-batch statistics, frozen at the model's running statistics, and frozen at those of the whole training set.
+DATA is the MNIST folder or hub name. Appends the loss of every 20th step of 200 with batches of 640 to
+docs/results/mnist/frozen_lr.jsonl, for batch norm with batch statistics, frozen at the model's running statistics, and
+frozen at those of the whole training set.
 """
 
 import sys
 
 import torch
+from frame import note
 from safetensors.torch import load_file
 
 from fedbn_flwr import build_model
@@ -46,4 +48,4 @@ for statistics in ("batch", "running", "exact"):
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        print(f"{statistics} statistics, lr {lr}:", *(f"{loss:.3f}" for loss in losses[::20]))
+        note("mnist/frozen_lr.jsonl", statistics=statistics, lr=lr, losses=[round(loss, 3) for loss in losses[::20]])

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "results" / "network"
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.frame import note  # noqa: E402
 from tests.support.network import Deployment, make_keys  # noqa: E402
 
 
@@ -40,13 +40,6 @@ def experiment(clients: int, rounds: int, runs: dict[str, Any]) -> dict[str, Any
         "engine": {"device": "cpu"},
         "runs": runs,
     }
-
-
-def note(file: str, **line: Any) -> None:
-    line["load"] = round(os.getloadavg()[0], 1)
-    with (RESULTS / file).open("a") as lines:
-        lines.write(json.dumps(line) + "\n")
-    print(line, flush=True)
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
@@ -87,7 +80,7 @@ def nodes(sites: int) -> None:
             done = deployment.run_app({"experiment": json.dumps(settings)}, seconds=1800)
             rounds = history(done)
             note(
-                "nodes.jsonl",
+                "network/nodes.jsonl",
                 nodes=sites,
                 run=label,
                 communication_rounds=rounds[-1]["communication_rounds"],
@@ -191,7 +184,7 @@ def latency(clients: int) -> None:
 def report(clients: int, name: str, milliseconds: float, rounds: list[dict[str, Any]]) -> None:
     seconds = [round(line["seconds"], 3) for line in rounds]
     note(
-        "latency.jsonl",
+        "network/latency.jsonl",
         clients=clients,
         run=name,
         milliseconds=milliseconds,

@@ -1,10 +1,10 @@
 """Accuracy with 0, 1 and 2 malicious clients of ten, with and without the bounds and means of docs/robustness.md.
 
-    python benchmarks/robust.py digits cifar10 >> docs/results/robust/runs.jsonl
+    python benchmarks/robust.py digits cifar10
 
-Each line of the output is a run. Runs in docs/results/robust/runs.jsonl are not repeated, so a stopped benchmark
-continues. tools/tables.py writes the tables of the page. cifar10 are the first 5,000 training and 1,000 test images
-of CIFAR-10 in $FEDBN_DATA, reduced to 16x16 pixels; digits-2 are the digits with two classes on each client.
+Appends a line for each run to docs/results/robust/runs.jsonl, and doesn't repeat those that are there. tools/tables.py
+writes the tables of the page. cifar10 are the first 5,000 training and 1,000 test images of CIFAR-10 in $FEDBN_DATA,
+reduced to 16x16 pixels; digits-2 are the digits with two classes on each client.
 
 The malicious clients are those of the partitions 0 and 1. They train honestly and then change what they send:
 
@@ -19,6 +19,7 @@ In FedTAN's exchanges, scaled and flipped change the gradients likewise, and noi
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import sys
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as parquet
 from flwr.app import Context, Message, RecordDict
+from frame import note, pending
 
 from fedbn_flwr import LocalGrid, client_app, seeding
 from fedbn_flwr.errors import FedbnError
@@ -39,8 +41,7 @@ from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.messages.arrays import arrays_in, config_of, pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 
-ROOT = Path(__file__).resolve().parents[1]
-FILE = ROOT / "docs" / "results" / "robust" / "runs.jsonl"
+FILE = "robust/runs.jsonl"
 Arrays = dict[str, np.ndarray]
 
 COMMON: dict[str, Any] = {"clients": 10, "engine": {"device": "cpu", "workers": 0, "threads": 1}}
@@ -179,13 +180,6 @@ def part_of_cifar10() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def done() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in FILE.read_text().splitlines()] if FILE.exists() else []
-
-
 if __name__ == "__main__":
-    finished = [tuple(list(each.values())[:5]) for each in done()]
-    for chosen in sys.argv[1:]:
-        for each in cases(chosen):
-            if tuple(each.values()) not in finished:
-                print(json.dumps(measured(each)), flush=True)
+    for each in pending(FILE, itertools.chain(*map(cases, sys.argv[1:]))):
+        note(FILE, **measured(each))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import statistics
 import sys
 import tempfile
@@ -24,23 +23,15 @@ import torch
 from flwr.app import ConfigRecord, Context
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "results" / "secure"
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.frame import note  # noqa: E402
 from fedbn_flwr import BNClient, LocalGrid, build_model, client_app  # noqa: E402
 from fedbn_flwr.engines.metered import MeteredGrid  # noqa: E402
 from fedbn_flwr.messages.arrays import pack  # noqa: E402
 from fedbn_flwr.models.tensors import initial_arrays  # noqa: E402
 from fedbn_flwr.strategies import FedAvg, Rule, Secure  # noqa: E402
 from tests.support.network import Deployment  # noqa: E402
-
-
-def note(file: str, **line: Any) -> None:
-    line["load"] = round(os.getloadavg()[0], 1)
-    with (RESULTS / file).open("a") as lines:
-        lines.write(json.dumps(line) + "\n")
-    print(line, flush=True)
-
 
 # --- bytes and processor time, on the local engine ---
 
@@ -51,7 +42,7 @@ def local() -> None:
     for model, clients in cases:
         for secure in (False, True):
             note(
-                "local.jsonl",
+                "secure/local.jsonl",
                 model=model,
                 clients=clients,
                 rule="FedAvg",
@@ -111,7 +102,7 @@ def nodes() -> None:
             done = deployment.run_app({"experiment": json.dumps(settings)}, seconds=900)
             rounds = [json.loads(line) for line in (done / "history.jsonl").read_text().splitlines()]
             note(
-                "nodes.jsonl",
+                "secure/nodes.jsonl",
                 nodes=3,
                 run=label,
                 communication_rounds=rounds[-1]["communication_rounds"],

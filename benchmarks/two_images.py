@@ -1,6 +1,6 @@
 """Why AlexNet with batch norm does not train with batches of two: its batch norms of vectors, or the learning rate?
 
-    python benchmarks/two_images.py > docs/results/fedwon/batch2/two_images.txt
+    python benchmarks/two_images.py     # appends to docs/results/fedwon/batch2/two_images.jsonl
 
 Centralised SGD on all images of Office-Caltech-10 in $FEDBN_DATA, at 128 pixels, from the same weights with the same
 batches. "without those of vectors" has no batch norm behind fully connected layers, "only those of vectors" no other.
@@ -9,13 +9,13 @@ batches. "without those of vectors" has no batch norm behind fully connected lay
 import time
 
 import torch
+from frame import note
 from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import build_model
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.results.folder.environment import environment
 
 STEPS, PART = 400, 100
 WITHOUT = {
@@ -25,8 +25,6 @@ WITHOUT = {
 }
 
 torch.set_num_threads(1)
-made = environment()
-print(f"# commit {made['commit']}; {made['processor']}; torch {made['versions']['torch']}", flush=True)
 data = load(Source(name="office_caltech10", size=128))
 images, labels = data.train.images, data.train.labels
 mean, std = (torch.tensor(values)[:, None, None] for values in data.moments)
@@ -49,9 +47,5 @@ for name, kinds in WITHOUT.items():
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        first, last = sum(losses[:PART]) / PART, sum(losses[-PART:]) / PART
-        seconds = time.monotonic() - began
-        print(
-            f"{name:26} lr {lr:<6} mean loss of steps 1-100 {first:.2f}, 301-400 {last:.2f} ({seconds:.0f} s)",
-            flush=True,
-        )
+        loss = {"steps 1-100": sum(losses[:PART]) / PART, "steps 301-400": sum(losses[-PART:]) / PART}
+        note("fedwon/batch2/two_images.jsonl", model=name, lr=lr, **loss, seconds=round(time.monotonic() - began))

@@ -14,7 +14,6 @@ import argparse
 import copy
 import functools
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Iterable, Iterator
@@ -22,11 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from benchmarks.attacks import identify, reconstruct, report
+from benchmarks.attacks import identify, reconstruct
 from benchmarks.attacks.features import (
     Batch,
     Layer,
@@ -37,12 +37,13 @@ from benchmarks.attacks.features import (
     vector,
     weight_gradient,
 )
-from benchmarks.attacks.report import BATCHES, RESULTS, noted
+from benchmarks.frame import RESULTS, note, pending
 from fedbn_flwr import build_model, seeding
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 
+BATCHES = (1, 8, 32, 128)
 COHORT = 5
 EPOCH_STEPS = 8  # of a local epoch of FedAvg
 MOMENTUM = 0.1  # of the running statistics
@@ -114,20 +115,6 @@ SETTINGS = {
 }
 
 
-def note(file: str, key: dict[str, Any], result: dict[str, Any]) -> None:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    with (RESULTS / file).open("a") as lines:
-        lines.write(json.dumps(key | result) + "\n")
-    print(json.dumps(key | result), flush=True)
-
-
-def pending(file: str, keys: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    done = noted(file)
-    for key in keys:
-        if not any(line.items() >= key.items() for line in done):
-            yield key
-
-
 # --- identification ---
 
 
@@ -140,12 +127,13 @@ def keys_to_identify(names: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def run_identify(names: list[str]) -> None:
-    for key in pending("identify.jsonl", keys_to_identify(names)):
+    for key in pending("privacy/identify.jsonl", keys_to_identify(names)):
         setting = SETTINGS[key["setting"]]
         model, began = setting.model(key["model"]), time.perf_counter()
         found = [identified(setting, model, key["batch"], key["seen"], trial) for trial in range(setting.trials)]
         result = {name: round(statistics.mean(each[name] for each in found), 4) for name in found[0]}
-        note("identify.jsonl", key, result | {"trials": len(found), "seconds": round(time.perf_counter() - began, 1)})
+        seconds = round(time.perf_counter() - began, 1)
+        note("privacy/identify.jsonl", **key, **result, trials=len(found), seconds=seconds)
 
 
 def identified(setting: Setting, model: nn.Module, size: int, seen: str, trial: int) -> dict[str, float]:
@@ -244,7 +232,7 @@ def keys_to_reconstruct(names: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def run_reconstruct(names: list[str]) -> None:
-    for key in pending("reconstruct.jsonl", keys_to_reconstruct(names)):
+    for key in pending("privacy/reconstruct.jsonl", keys_to_reconstruct(names)):
         setting, began = SETTINGS[key["setting"]], time.perf_counter()
         trials = max(1, setting.trials // (2 * key["batch"]))
         found = []
@@ -252,7 +240,8 @@ def run_reconstruct(names: list[str]) -> None:
             true, images = inverted(setting, setting.model(key["model"]), key["batch"], key["seen"], trial)
             found.append(measures(setting, true, images))
         result = {name: round(statistics.mean(each[name] for each in found), 3) for name in found[0]}
-        note("reconstruct.jsonl", key, result | {"trials": trials, "seconds": round(time.perf_counter() - began, 1)})
+        seconds = round(time.perf_counter() - began, 1)
+        note("privacy/reconstruct.jsonl", **key, **result, trials=trials, seconds=seconds)
 
 
 def inverted(setting: Setting, model: nn.Module, size: int, seen: str, trial: int) -> tuple[Tensor, Tensor]:
@@ -303,15 +292,22 @@ def measures(setting: Setting, true: Tensor, images: Tensor) -> dict[str, float]
 
 def picture() -> None:
     """Examples of MNIST batches of 1, 8 and 32, and those reconstructed from what each kind of server sees."""
-    setting = SETTINGS["mnist/mlp"]
-    rows: list[tuple[str, Tensor]] = []
+    setting, rows, columns = SETTINGS["mnist/mlp"], dict[str, Tensor](), 12
     for size in (1, 8, 32):
         for seen in MATCHED:
             true, images = inverted(setting, setting.model("trained"), size, seen, 0)
-            if seen == MATCHED[0]:
-                rows.append((f"batch of {size}: true", true[:12]))
-            rows.append((f"from {seen}", images[:12]))
-    report.draw(rows, "reconstruction.png")
+            rows.setdefault(f"batch of {size}: true", true[:columns])
+            rows[f"batch of {size}: from {seen}"] = images[:columns]
+    figure = Figure((0.62 * columns + 1.9, 0.68 * len(rows)))
+    places = figure.subplots(len(rows), columns, squeeze=False)
+    for (title, images), line in zip(rows.items(), places, strict=True):
+        line[0].text(-0.15, 0.5, title, transform=line[0].transAxes, ha="right", va="center", fontsize=7)
+        for place in line:
+            place.axis("off")
+        for image, place in zip(images, line, strict=False):
+            place.imshow(image.squeeze(0).clamp(0, 1), cmap="gray", vmin=0, vmax=1)
+    figure.subplots_adjust(left=0.2, right=1, top=1, bottom=0, wspace=0.05, hspace=0.05)
+    figure.savefig(RESULTS / "privacy" / "reconstruction.png", dpi=82)
 
 
 if __name__ == "__main__":
@@ -321,10 +317,4 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     names = arguments.settings or list(SETTINGS)
-    match arguments.what:
-        case "identify":
-            run_identify(names)
-        case "reconstruct":
-            run_reconstruct(names)
-        case "picture":
-            picture()
+    {"identify": run_identify, "reconstruct": run_reconstruct, "picture": lambda _: picture()}[arguments.what](names)

@@ -10,11 +10,9 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from torch.nn import functional as F
 
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.client.client import BNClient
-from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.examples import Examples
 from fedbn_flwr.engines.local import LocalGrid
@@ -22,7 +20,7 @@ from fedbn_flwr.messages.arrays import metrics_in, pack
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg, FedBN
 
-from .common import BATCH, MOMENTS, BareLoop, Figure, Options, figure, random_images, resnet20, seconds
+from .common import BATCH, MOMENTS, Figure, Options, figure, random_images, resnet20, seconds
 
 _MEAN = 0.05  # seconds of a client that sleeps
 _REGISTERED = 100
@@ -42,7 +40,6 @@ def sharing(options: Options) -> Iterator[Figure]:
     yield from _sleeping(options, relative, random)
     if options.workers > 1:
         yield from _training(options, relative)
-        yield from _evaluation(options)
 
 
 def _lower_bound(durations: Sequence[float], workers: int) -> float:
@@ -55,7 +52,7 @@ def _lower_bound(durations: Sequence[float], workers: int) -> float:
 def _sleeping(options: Options, sizes: dict[str, np.ndarray], random: np.random.Generator) -> Iterator[Figure]:
     for name, relative in sizes.items():
         durations = _MEAN * relative
-        for workers in (2, 4, 8, 16):
+        for workers in (2, 16):
             values = []
             with LocalGrid(_sleepers(durations), _REGISTERED, workers=workers, work=durations.tolist()) as grid:
                 grid.start()
@@ -106,33 +103,6 @@ def _training(options: Options, sizes: dict[str, np.ndarray]) -> Iterator[Figure
                 if not kind:
                     values = [rounds.evaluate(options.repeats + 1 + i) for i in range(options.repeats + 1)][1:]
                     yield figure(f"round / lower bound, evaluation by clients, {name}", values, "x", most=most)
-    yield from _beside_one_process(options, data, steps["equal clients"], chosen)
-
-
-def _beside_one_process(options: Options, data: Examples, steps: np.ndarray, chosen: int) -> Iterator[Figure]:
-    """Rounds of equal clients, in workers and in one process, and the same steps of a bare loop on one core."""
-    bare, n = BareLoop(data), options.workers
-    one = Rounds(data, steps, FedAvg, chosen, 0, {})
-    several = Rounds(data, steps, FedAvg, chosen, n, {})
-
-    def all_clients() -> None:
-        for _ in range(chosen):
-            bare(int(steps[0]))
-
-    with one.grid, several.grid:
-        several.train(1)  # begins the workers
-        one.train(1)
-        bare(2)
-        times = [
-            (
-                seconds(lambda: several.train(2 + i)),  # noqa: B023
-                seconds(lambda: one.train(2 + i)),  # noqa: B023
-                seconds(all_clients),
-            )
-            for i in range(options.repeats)
-        ]
-    yield figure(f"round of {n} workers / 1/{n} of one process's", [n * a / b for a, b, _ in times], "x")
-    yield figure(f"round of {n} workers / 1/{n} of the bare loop's", [n * a / c for a, _, c in times], "x", most=1.1)
 
 
 class Rounds:
@@ -197,20 +167,3 @@ def _take_time(reply: Message) -> float:
     del reply.content[_SECONDS]
     assert isinstance(own, float)
     return own
-
-
-# --- the server's evaluation ---
-
-
-def _evaluation(options: Options) -> Iterator[Figure]:
-    n, batch = options.workers, 100
-    torch.set_num_threads(1)
-    model = resnet20(torch.device("cpu"))
-    test = TestBatches(random_images(4 * n * batch, torch.device("cpu")), MOMENTS, batch)
-
-    def once(threads: int) -> float:
-        return seconds(lambda: evaluate(model, test, F.cross_entropy, torch.device("cpu"), threads=threads))
-
-    once(n)
-    values = [once(1) / once(n) for _ in range(3 * options.repeats)]
-    yield figure(f"the server's evaluation, one thread / {n} threads", values, "x", least=0.9 * n)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import torch
 from flwr.app import Context
@@ -106,11 +106,6 @@ def compiled(options: Options) -> Iterator[Figure]:
         ]
         name = ("bfloat16 and channels-last" if fast else "float32") + (", group norm" if norm == "gn" else "")
         yield figure(f"steps per second / bare loop, batch {batch}, {name}", ratios, "x", least=goal)
-        if not fast:  # what the compiler makes of the bare loop itself
-            plain = BareLoop(data, batch, cast(nn.Module, torch.compile(resnet20(device, norm), dynamic=False)))
-            plain(min(steps, 5))
-            ratios = [seconds(lambda: bare(steps)) / seconds(lambda: plain(steps)) for _ in range(options.repeats)]  # noqa: B023
-            yield figure(f"the compiled bare loop / bare loop, batch {batch}, {name}", ratios, "x")
 
 
 def _iterations(options: Options, clients: int, batch: int) -> list[float]:
