@@ -10,14 +10,11 @@ from typing import Any
 
 from fedbn_flwr.errors import UserError, needs
 from fedbn_flwr.storage import replacing, writing
-from fedbn_flwr.text import in_html
 
 with needs("report", "a plot"):
     from matplotlib import rc_context
-    from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.transforms import Transform
 
 # No random ids, which would make files of equal figures differ; text that can be searched; and TrueType fonts, because
 # publishers don't accept matplotlib's other fonts in a PDF.
@@ -26,21 +23,11 @@ _NO_DATE = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 class Plot(Figure):
-    """A picture: a file of any format of matplotlib, or SVG in a page, in which values are shown under the pointer."""
+    """A picture: a file of any format of matplotlib, or SVG in a page."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **({"layout": "constrained"} | options))
         FigureCanvasAgg(self)
-        self._tips: list[tuple[Transform, float, float, str]] = []
-
-    def tip(self, panel: Axes, x: float, y: float, words: str, transform: Transform | None = None) -> None:
-        """Words that an SVG shows under the pointer at a point of a panel, in the panel's values or by a transform."""
-        self._tips.append((transform or panel.transData, x, y, words))
-
-    @property
-    def words(self) -> list[str]:
-        """What is shown under the pointer."""
-        return [words for *_, words in self._tips]
 
     @property
     def name(self) -> str:
@@ -64,13 +51,7 @@ class Plot(Figure):
 
     @cached_property
     def svg(self) -> str:
-        drawn, height, marks = self._drawn("svg").decode(), 72 * self.get_size_inches()[1], []
-        for transform, *point, text in self._tips:
-            x, y = transform.transform(point) * 72 / self.dpi
-            title = f"<title>{in_html(text)}</title>"
-            marks.append(f'<circle cx="{x:.1f}" cy="{height - y:.1f}" r="5" fill-opacity="0">{title}</circle>')
-        head, end, _ = drawn.rpartition("</svg>")
-        return f"{head}{''.join(marks)}{end}\n"
+        return self._drawn("svg").decode()
 
     def _drawn(self, kind: str, **options: Any) -> bytes:
         stream = io.BytesIO()

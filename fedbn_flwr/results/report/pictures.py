@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedbn_flwr.errors import UserError, did_you_mean
@@ -19,12 +19,12 @@ from fedbn_flwr.text import in_plot
 
 from ..folder.clients import PartitionCounts
 from ..metric_key import OWN, MetricKey
+from ..read.runs import is_number
 from .curves import AXES, curve, measures, thin
 from .rows import Row, Sweep, both, deviation, headline, mean, runs_of, sweeps
 from .tables import (
     DEFAULT,
     ReportForm,
-    as_measured,
     by_domain,
     in_domains,
     measures_of_clients,
@@ -45,10 +45,11 @@ Style = Mapping[str, Any]  # keywords of matplotlib
 Handles = Mapping[str, Any]  # curves, or other artists, by their titles in the legend
 # Curves that are equal hide each other unless line style, marker and place of the markers differ.
 _DASHES: tuple[object, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
+_CLIENTS = 100  # bars of a picture of the page
+_CURVES = 100  # of the page; each takes a quarter of a second
 _ALONE = 4.6, 3.4  # inches of a picture of the page, whose text can be read on a phone
 _MOST_BANDS = 8  # with more rows the bands of deviation cover each other
 _PANELS = ("round", "communication_rounds", "mib")
-_TIPS = 100  # points of a curve that have a tip
 _CLASSES = 100  # more colours cannot be distinguished
 _SHOWN_CLASSES = 24  # in a legend
 _LABELLED = 3  # more names of clients do not fit in an inch
@@ -123,31 +124,39 @@ def _grid(draws: Sequence[Draw], columns: int, width: float, **legend: Any) -> P
 
 # --- the page ---
 
+# Of a page: the section, the name of the pictures, which are folded in if they have one, and the pictures.
+Pictures = Iterable[tuple[str, str, Iterable["Plot"]]]
 
-def alone(draw: Draw, width: float = 0) -> Plot:
+
+def alone(draw: Draw, width: float = 0, scale: str = "linear") -> Plot:
     """A panel as a picture of the page, with the legend below it."""
     figure, (panel,) = _panels(1, 1, max(width, _ALONE[0]), _ALONE[1])
     handles = draw(panel)
+    panel.set_yscale(scale)
     columns = max(1, 66 // (12 + min(60, max(map(len, handles), default=0))))
     figure.set_figheight(_ALONE[1] + 0.18 * -(-len(handles) // columns))
     _legend(figure, handles, loc="outside lower left", ncols=columns, handlelength=4)
     return figure
 
 
-def alone_all(rows: Sequence[Row], form: ReportForm) -> Iterator[Plot]:
-    """The panels of the main picture, of sweeps and of clients."""
-    yield from map(alone, chain(*_main(rows, first_of(rows, form)), _of_sweeps(sweeps(rows), form)))
-    yield from (alone(draw, 1.5 + 0.22 * len(rows)) for draw in _of_clients(rows))
-
-
-def alone_curve(rows: Sequence[Row], measure: MetricKey, axis: str, scale: str) -> Plot:
-    figure = alone(partial(_curves, rows, rows, measure, axis))
-    figure.axes[0].set_yscale(scale)
-    return figure
-
-
-def alone_partition(partition: PartitionCounts) -> Plot:
-    return alone(partial(_bars, partition))
+def pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Pictures:
+    """The panels of the main picture, of sweeps and of clients, and a picture of each measure and partition."""
+    first = first_of(rows, form)
+    boxes = (alone(draw, 1.5 + 0.22 * len(rows)) for draw in _of_clients(rows))
+    yield "Pictures", "", chain(map(alone, chain(*_main(rows, first), _of_sweeps(sweeps(rows), form))), boxes)
+    main = both(first, rows)
+    lines = [line for row in rows for run in row.counted for line in run.lines]
+    for measure in sorted(measures(lines), key=lambda measure: measure != first)[:_CURVES]:
+        draw = partial(
+            _curves, rows, rows, measure, "seconds" if measure in main else "round"
+        )  # others are in the plot
+        values = [line[str(measure)] for line in lines if is_number(line.get(str(measure)))]
+        scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
+        yield "Curves", measure.title, [alone(draw, scale=scale) for scale in scales]
+    known = (row.first.files.partition() for row in rows)  # other seeds are alike
+    for found in {repr(counts): counts for counts in known if counts}.values():
+        shown = replace(found, counts=found.counts[:_CLIENTS], clients=found.clients[:_CLIENTS])
+        yield "Data of the clients", found.title, [alone(partial(_bars, shown))]
 
 
 # --- curves and domains ---
@@ -181,17 +190,14 @@ def plot(rows: Sequence[Row], measure: MetricKey | None = None, axis: str | None
         _legend(panel, _curves(rows, rows, measure, axis, panel), handlelength=3)
         return figure
     lines = _main(rows, measure)
-    columns, heights = max(map(len, lines)), [4.2 if len(line) > 1 else 2.8 for line in lines]
+    heights = [4.2 if len(line) > 1 else 2.8 for line in lines]
     figure = Plot(figsize=(15, 0.5 + sum(heights)))
     note = " Band: ± one standard deviation over seeds." if any(_has_band(row, rows) for row in rows) else ""
     figure.suptitle(in_plot(set_up(rows) + note, 150), fontsize="medium")
-    places: list[Any] = [[f"{i} {j % len(line)}" for j in range(columns)] for i, line in enumerate(lines)]
-    panels = figure.subplot_mosaic(places, height_ratios=heights)
-    handles: dict[str, object] = {}
-    for place, panel in panels.items():
-        line, column = map(int, place.split())
-        found = lines[line][column](panel)
-        handles |= found if len(lines[line]) > 1 else {}  # dots by domain are of the rows of the curves
+    handles: Handles = {}
+    for place, line in zip(figure.add_gridspec(len(lines), 1, height_ratios=heights), lines, strict=True):
+        for within, draw in zip(place.subgridspec(1, len(line)), line, strict=True):
+            handles = {**draw(figure.add_subplot(within)), **handles}  # dots by domain are of the rows of the curves
     _legend(figure, handles, loc="outside right upper", handlelength=4)
     return figure
 
@@ -235,8 +241,6 @@ def _curves(rows: Sequence[Row], shown: Sequence[Row], measure: MetricKey, axis:
             panel.fill_between(places, low, high, color=style["color"], alpha=0.15, lw=0)
         if row.diverged:
             panel.plot(places[-1], means[-1], **_END, color=style["color"])
-        for x, y in thin(list(zip(places, means, strict=True)), _TIPS):
-            _picture_of(panel).tip(panel, x, y, f"{row.title}: {y:.4g}{measure.unit} at {x:.6g} {AXES[axis]}")
     _finish(panel, "", xlabel=AXES[axis], ylabel=in_plot(measure.axis))
     panel.set_xlim(left=0)
     if axis not in ("mib", "seconds"):
@@ -262,11 +266,11 @@ def _side_by_side(
     names: Sequence[str],
     found: Mapping[str, Sequence[Sequence[float]]],
     styles: Sequence[Style],
-    diverged: Mapping[tuple[str, int], str] = MappingProxyType({}),
+    diverged: Collection[tuple[str, int]] = (),
 ) -> Handles:
     """A dot for each name and title, with a line for the deviation over seeds.
 
-    `diverged` says, by title and place, where runs diverged; they get a cross on the axis.
+    `diverged` has the titles and places of runs that diverged; they get a cross on the axis.
     """
     handles: dict[str, object] = {}
     for number, ((title, columns), look) in enumerate(zip(found.items(), styles, strict=True)):
@@ -276,11 +280,9 @@ def _side_by_side(
             if values and math.isfinite(mean(values)):
                 x, y, spread = place + aside, measure.scale * mean(values), measure.scale * (deviation(values) or 0.0)
                 handles[title] = panel.errorbar(x, y, spread, **style)
-                _picture_of(panel).tip(panel, x, y, f"{title}, {names[place]}: {as_measured(measure, values)}")
-            if words := diverged.get((title, place)):
-                x, on_axis = place + aside, panel.get_xaxis_transform()
-                panel.plot(x, 0, **_END, color=style["color"], transform=on_axis, clip_on=False)
-                _picture_of(panel).tip(panel, x, 0, f"{title}, {names[place]}: {words}", on_axis)
+            if (title, place) in diverged:
+                on_axis = panel.get_xaxis_transform()
+                panel.plot(place + aside, 0, **_END, color=style["color"], transform=on_axis, clip_on=False)
                 handles.setdefault(title, panel.plot([], [], **style)[0])
     for place in range(len(names) - 1):
         panel.axvline(place + 0.5, color="grey", lw=0.8)
@@ -305,12 +307,8 @@ def _of_sweeps(found: Sequence[Sweep], form: ReportForm) -> list[Draw]:
 def _dots(sweep: Sweep, measure: MetricKey, labels: Sequence[str], panel: Axes) -> Handles:
     lines = {label: [sweep.lines.get(label, {}).get(word) for word in sweep.values] for label in labels}
     found = {label: [row.values(measure) if row else [] for row in line] for label, line in lines.items()}
-    diverged = {
-        (label, place): row.divergence + row.marks.removeprefix(f" [{row.unfinished}]")
-        for label, line in lines.items()
-        for place, row in enumerate(line)
-        if row and row.divergence
-    }
+    places = ((label, place, row) for label, line in lines.items() for place, row in enumerate(line))
+    diverged = [(label, place) for label, place, row in places if row is not None and row.divergence]
     styles = [_style(number, number) for number in range(len(labels))]
     handles = _side_by_side(panel, measure, sweep.values, found, styles, diverged)
     note = " (cross: diverged)" if diverged else ""
@@ -341,11 +339,6 @@ def _boxes(rows: Sequence[Row], key: str, measure: MetricKey, panel: Axes) -> Ha
     values = [[value for run in row.counted for value in run.clients.get(key, {}).values()] for row in rows]
     finite = [[measure.scale * value for value in own if math.isfinite(value)] for own in values]
     panel.boxplot(finite, positions=range(len(rows)), **_BOX)
-    for place, (row, found) in enumerate(zip(rows, finite, strict=True)):
-        if found:
-            middle, low, high = statistics.median(found), min(found), max(found)
-            words = f"median {middle:.4g}{measure.unit}, from {low:.4g} to {high:.4g}"
-            _picture_of(panel).tip(panel, place, middle, f"{row.title}: {words}")
     panel.set_xticks(range(len(rows)), [in_plot(row.label, 24) for row in rows], rotation=40, ha="right")
     _finish(panel, measure.title, grid="y", xlim=(-0.6, len(rows) - 0.4), ylabel=measure.unit)
     return {}
@@ -372,11 +365,7 @@ def _bars(partition: PartitionCounts, panel: Axes) -> Handles:
     for label, colour in enumerate(class_colours(len(classes))):
         heights = [row[label] for row in counts]
         panel.bar(places, heights, 0.9, bottom, color=colour)
-        for client, height in enumerate(heights):
-            if height:
-                words = f"client {client}, {classes[label]}: {height} examples"
-                _picture_of(panel).tip(panel, client, bottom[client] + height / 2, words)
-            bottom[client] += height
+        bottom = list(map(sum, zip(bottom, heights, strict=True)))
     _finish(panel, partition.title, grid="y", xlabel="client", ylabel="examples", xlim=(-0.6, len(places) - 0.4))
     if clients:
         shown = thin(places, int(_LABELLED * _picture_of(panel).get_figwidth()))

@@ -7,8 +7,7 @@ Its template ends in .md because Flower packs no .html files into an app bundle.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -24,11 +23,11 @@ from fedbn_flwr.yaml_text import dump_yaml
 
 from ..folder.files import write_text
 from ..metric_key import OWN, MetricKey
-from ..read.runs import Run, find_runs, is_number
-from .curves import measures, spent
+from ..read.runs import Run, find_runs
+from .curves import spent
 from .latex import as_latex
-from .pictures import alone_all, alone_curve, alone_partition, clients_plot, first_of, plot, sweeps_plot
-from .rows import Row, both, choose, group, runs_of, sweeps
+from .pictures import Pictures, clients_plot, first_of, pictures_of_page, plot, sweeps_plot
+from .rows import Row, choose, group, runs_of, sweeps
 from .tables import (
     DEFAULT,
     ReportForm,
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
     from .figure import Plot  # imports matplotlib
 
 _CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # in report.json, along with the metrics
-_CLIENTS = 100  # bars of a picture
-_CURVES = 100  # of the page; each takes a quarter of a second
 
 
 def write_report(
@@ -81,7 +78,7 @@ def write_report(
         _write(out / "report.tex", as_latex(rows, form))
         _write(out / "report.json", to_json([_content(run, row in rows) for row in every for run in row.runs]) + "\n")
         paths = {"table": out / "report.md", **({"plot": out / "report.png"} if shown else {}), **paths}
-    pictures = _pictures_of_page(rows, form) if shown and whole else [("Pictures", "", shown.values())]
+    pictures = pictures_of_page(rows, form) if shown and whole else [("Pictures", "", shown.values())]
     _write(file, page(every, form, pictures))
     written = "\n".join(f"{what + ':':6} {from_here(path)}" for what, path in paths.items())
     return "\n\n".join([*notices, tables_as_text(found) + missing, written])
@@ -124,9 +121,6 @@ def _content(run: Run, chosen: bool) -> Json:
 
 # --- the page ---
 
-# Of a page: the section, the name of the pictures, which are folded in if they have one, and the pictures.
-Pictures = Iterable[tuple[str, str, Iterable["Plot"]]]
-
 
 def page(every: Sequence[Row], form: ReportForm, drawn: Pictures = ()) -> str:
     rows, numbers = choose(every), count()
@@ -156,19 +150,3 @@ def _svg(number: int, picture: Plot) -> str:
 def _details(run: Run) -> dict[str, str]:
     parts = {"Settings": run.config, "Results": run.values, "Environment": run.files.read("environment.json")}
     return {name: dump_yaml(found) for name, found in parts.items() if found}
-
-
-def _pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Pictures:
-    """The section, the name and the pictures: of the whole report, and of each measure and partition."""
-    yield "Pictures", "", alone_all(rows, form)
-    main = both(first_of(rows, form), rows)
-    lines = [line for row in rows for run in row.counted for line in run.lines]
-    for measure in sorted(measures(lines), key=lambda measure: measure != main[0])[:_CURVES]:
-        axis = "seconds" if measure in main else "round"  # others are in the plot
-        values = [line[str(measure)] for line in lines if is_number(line.get(str(measure)))]
-        scales = ("linear", "log") if not measure.is_fraction and min(values, default=0) > 0 else ("linear",)
-        yield "Curves", measure.title, [alone_curve(rows, measure, axis, scale) for scale in scales]
-    known = (row.first.files.partition() for row in rows)  # other seeds are alike
-    for found in {repr(counts): counts for counts in known if counts}.values():
-        shown = replace(found, counts=found.counts[:_CLIENTS], clients=found.clients[:_CLIENTS])
-        yield "Data of the clients", found.title, [alone_partition(shown)]

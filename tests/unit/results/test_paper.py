@@ -52,7 +52,7 @@ def test_a_repetition_of_a_seed_is_no_further_pair(tmp_path: Path) -> None:
     for number, (seed, accuracy) in enumerate(((0, 0.5), (0, 0.75), (1, 0.25))):
         write_run(tmp_path / str(number), "A", seed, accuracy=accuracy)
     (row,) = group(find_runs([tmp_path]))
-    assert row.by_seed("accuracy") == {0: 0.625, 1: 0.25}
+    assert row.by_seed(MetricKey("accuracy")) == {0: 0.625, 1: 0.25}
 
 
 def test_the_paired_test_is_student_s() -> None:
@@ -232,12 +232,6 @@ def test_a_plot_for_a_paper_is_one_panel(runs: Path, tmp_path: Path) -> None:
     figure.savefig(tmp_path / "a.png", dpi=100)
     with Image.open(tmp_path / "a.png") as picture:
         assert picture.size == (340, 260)
-
-
-def test_few_rows_have_a_band(runs: Path) -> None:
-    rows = group(find_runs([runs]))
-    assert len(plot(rows, axis="round").axes[0].collections) == 2
-    assert len(plot([*rows[:2]] * 6, axis="round").axes[0].collections) == 0
 
 
 @pytest.mark.parametrize(

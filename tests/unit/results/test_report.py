@@ -101,14 +101,6 @@ def test_the_title_speaks_of_bands_only_where_they_are_drawn(tmp_path: Path, lab
     assert ("Band: ±" in picture.get_suptitle()) == bool(bands)
 
 
-def test_an_average_is_of_all_domains_or_there_is_none(tmp_path: Path) -> None:
-    write_run(tmp_path / "all", "all", accuracy_sea=0.5, accuracy_farm=0.7)
-    write_run(tmp_path / "some", "some", accuracy_sea=0.4)
-    rows = group(find_runs([tmp_path]))
-    (shared,) = domain_tables(rows)
-    assert shared[1:] == [("all", "50.00%", "70.00%", "60.00%"), ("some", "40.00%", "-", "-")]
-
-
 def test_without_domains_there_is_one_table(tmp_path: Path) -> None:
     write_run(tmp_path / "run", "FedAvg")
     assert domain_tables(group(find_runs([tmp_path]))) == []
@@ -142,16 +134,6 @@ def test_page_text_and_plot_show_the_domains(tmp_path: Path, count: int) -> None
     with Image.open(picture) as with_domains, Image.open(plain / "report.png") as without:
         assert with_domains.width == without.width
         assert with_domains.height > 1.5 * without.height, "below the curves are dots"
-
-
-def test_mean_iou_is_a_column_and_the_curve_where_there_is_one(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", "FedAvg", task="segmentation", mean_iou=0.31)
-    rows = group(find_runs([tmp_path]))
-    heads, cells = table(rows)
-    assert cells[heads.index("mean IoU")] == "31.00%"
-    write_report([tmp_path], tmp_path / "out")
-    (figures,) = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert [point["mean_iou"] for point in figures["curve"]] == [0.31] * 3
 
 
 def test_runs_are_compared_by_the_main_figure_of_their_task(tmp_path: Path) -> None:

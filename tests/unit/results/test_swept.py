@@ -94,15 +94,12 @@ def test_a_value_at_which_runs_diverged_has_a_cross_and_no_dot(tmp_path: Path) -
         ("A", "50.00% ± 0", "diverged in round 4"),
         ("B", "70.00% ± 0", "70.00% ± 0 [diverged in round 4] (2 of 3 seeds)"),
     ]
-    picture = sweeps_plot(sweeps(rows))
-    (panel,) = picture.axes
+    (panel,) = sweeps_plot(sweeps(rows)).axes
     crosses = [line.get_xdata()[0] for line in panel.get_lines() if line.get_marker() == "x"]
     dots = [each.lines[0].get_xdata()[0] for each in panel.containers]
     assert (len(crosses), len(dots)) == (2, 3)
     assert {*crosses} - {*dots} == {min(crosses)}, "of A, which has no result"
     assert panel.get_xlabel() == "lr (cross: diverged)"
-    assert "<title>A, 60.0: diverged in round 4</title>" in picture.svg
-    assert "<title>B, 60.0: diverged in round 4 (2 of 3 seeds)</title>" in picture.svg
 
 
 def test_the_colour_of_a_curve_is_the_strategy_s_and_its_dash_the_swept_value_s(tmp_path: Path) -> None:
@@ -200,15 +197,6 @@ def test_candidates_none_of_which_is_chosen_are_all_shown(tmp_path: Path) -> Non
     ]
 
 
-def test_of_tuned_values_a_sweep_shows_the_best_by_validation(tmp_path: Path) -> None:
-    for alpha in (0.1, 1.0):
-        for lr, validation, test in ((0.1, 0.8, 0.5), (0.3, 0.7, 0.9)):
-            more = {"tune": {"train.lr": lr}, "config": {"train": {"lr": lr}}, "validation_accuracy": validation}
-            write_cell(tmp_path, "BN", {"alpha": alpha}, test, **more)
-    ((_, lines),) = swept_tables(choose(rows_of(tmp_path)))
-    assert lines[1] == ("BN", "50.00%", "50.00%"), "the higher test accuracy has the lower validation accuracy"
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_the_report_and_the_page_have_a_plot_of_the_sweep(tmp_path: Path) -> None:
@@ -221,7 +209,7 @@ def test_the_report_and_the_page_have_a_plot_of_the_sweep(tmp_path: Path) -> Non
     with Image.open(tmp_path / "out" / "sweep.png") as picture:
         assert picture.width > 500
     write_report([tmp_path], tmp_path / "page.html", only_page=True)
-    assert "<title>BN, 100: 60.00%\xa0±\xa014.14</title>" in (tmp_path / "page.html").read_text()
+    assert 'aria-label="accuracy, %, train.steps"' in (tmp_path / "page.html").read_text()
     plain = tmp_path / "plain"
     write_run(plain / "run", "FedAvg")
     write_report([plain], plain)
