@@ -416,6 +416,13 @@ def verdicts() -> Table:
     return ("verdict", "claims", "when"), rows
 
 
+def claims_counted() -> str:
+    every = claims()[1]
+    supported = [str(row[1]) for row in every if row[-1] == "supported"]
+    of_fedtan = sum(source.startswith("FedTAN,") for source in supported)
+    return f"{len(every)} claims, {len(supported)} are supported here; {of_fedtan} of these are FedTAN's"
+
+
 # --- tables that are like no other ------------------------------------------------------
 
 

@@ -1,8 +1,9 @@
 """Writes the generated tables of the documentation; `--check` only reports pages and pictures that are not current.
 
-A table is between `<!-- table: NAME -->` and `<!-- end -->`. Names, defaults and descriptions come from the settings,
-registries and docstrings, measured figures from the raw files of docs/results. Cells that neither contains, such as the
-default of a key that depends on the data, are kept from the page; a row without a text in its last column is an error.
+A table is between `<!-- table: NAME -->` and `<!-- end -->`, and words that count things after `<!-- text: NAME -->`.
+Names, defaults and descriptions come from the settings, registries and docstrings, measured figures from the raw files
+of docs/results. Cells that neither contains, such as the default of a key that depends on the data, are kept from the
+page; a row without a text in its last column is an error.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.strategies import Rule
 
 ROOT = Path(__file__).parents[1]
-MARKED = re.compile(r"(<!-- table: ([^>]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- (?:table|text): ([^>]+) -->\n?)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def literal(value: Any) -> str:
@@ -290,6 +291,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     **outputs.TABLES,
     **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},
 }
+TEXTS: dict[str, Callable[[], str]] = {
+    "count of claims": results.claims_counted,
+    "count of results": measured.coverage_counted,
+}
 
 
 class Undescribed(Exception):
@@ -301,6 +306,8 @@ def cells(line: str) -> list[str]:
 
 
 def render(name: str, old: str) -> str:
+    if name in TEXTS:
+        return TEXTS[name]()
     columns, rows = TABLES[name]()
     kept = {row[0]: row for row in map(cells, old.strip().splitlines()[2:]) if row}
     others = "---:|" if name.startswith(("results ", "concept ")) else "---|"  # numbers

@@ -50,23 +50,6 @@ def in_core(room: str) -> bool:
     return room in (*CORE, "fedbn_flwr")
 
 
-def isinstances() -> int:
-    calls = (node for room, file in files() if in_core(room) for node in ast.walk(ast.parse(file.read_text("utf-8"))))
-    return sum(isinstance(each, ast.Call) and getattr(each.func, "id", "") == "isinstance" for each in calls)
-
-
-def long_signatures(most: int = 8) -> list[str]:
-    """Functions of the core with more than `most` parameters besides constructors and `self`."""
-    found = []
-    for room, file in files():
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))) if in_core(room) else ():
-            if isinstance(node, ast.FunctionDef) and node.name != "__init__":
-                of = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-                if len([name for name in of if name not in ("self", "cls")]) > most:
-                    found.append(f"{file.relative_to(ROOT)}:{node.lineno} {node.name}")
-    return found
-
-
 def names() -> dict[str, list[str]]:
     """The names that concern the author of a strategy with both halves, by class."""
     from flwr.serverapp.strategy import Strategy
@@ -150,7 +133,6 @@ def main() -> None:
     core = sum(count for room, count in found.items() if in_core(room))
     extensions = sum(count for room, count in found.items() if "extensions/" in room)
     print(f"core {core:,}, extensions {extensions:,}, all {sum(found.values()):,}")
-    print(f"isinstance in the core: {isinstances()}; functions with more than 8 parameters: {long_signatures()}")
     of_authors = names()
     print(f"names for an author: {sum(map(len, of_authors.values()))}")
     for kind, each in of_authors.items():
