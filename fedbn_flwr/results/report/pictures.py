@@ -197,7 +197,7 @@ def plot(rows: Sequence[Row], measure: MetricKey | None = None, axis: str | None
     handles: Handles = {}
     for place, line in zip(figure.add_gridspec(len(lines), 1, height_ratios=heights), lines, strict=True):
         for within, draw in zip(place.subgridspec(1, len(line)), line, strict=True):
-            handles = {**draw(figure.add_subplot(within)), **handles}  # dots by domain are of the rows of the curves
+            handles = {**handles, **draw(figure.add_subplot(within)), **handles}  # dots of domains: as the curves
     _legend(figure, handles, loc="outside right upper", handlelength=4)
     return figure
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import Result, cli
-from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import choose, group
@@ -130,22 +129,3 @@ def test_status_and_result_name_the_figure(runs: Path, tmp_path: Path, capsys: p
     assert shown.splitlines()[0].split()[3] == "metric"
     assert "RMSE 52.0000" in shown
     assert "accuracy 0.6000" in shown
-
-
-@pytest.mark.parametrize(
-    ("values", "digits"),
-    [
-        ([0.5], 4),
-        ([9.9], 4),
-        ([10.0, 0.1], 3),
-        ([99_999.0], 0),
-        ([1234.5], 1),
-        ([0.00123], 5),
-        ([1e-15], 8),
-        ([0.0], 4),
-        ([float("nan")], 4),
-    ],
-)
-def test_figures_are_shown_with_about_five_digits(values: list[float], digits: int) -> None:
-    assert MetricKey.parse("rmse").digits(values) == digits
-    assert MetricKey.parse("accuracy").digits(values) == 2

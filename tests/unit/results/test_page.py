@@ -100,34 +100,6 @@ def test_long_runs_are_thinned_evenly_with_first_and_last_round() -> None:
     assert thin(range(5), 5) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    ("key", "title", "fraction"),
-    [
-        ("accuracy", "accuracy", True),
-        ("accuracy_real", "accuracy, domain real", True),
-        ("auc_sea", "AUC, domain sea", True),
-        ("clients_own_dice_sea", "dice on own data, domain sea", True),
-        ("clients_own_macro_f1", "macro F1 on own data", True),
-        ("clients_own_accuracy_worst_tenth", "accuracy on own data, mean of the worst tenth", True),
-        ("clients_accuracy_std", "clients' accuracy, deviation over clients", True),
-        ("mae_sea", "MAE, domain sea", False),
-        ("clients_own_rmse_sea", "RMSE on own data, domain sea", False),
-        ("best_test_rmse", "best RMSE on test", False),
-        ("train_loss", "training loss", False),
-        ("my_metric", "my metric", False),
-        ("accuracy_std", "accuracy, deviation over clients", True),
-        ("clients_own_macro_f1_a_b_worst_tenth", "macro F1 on own data, domain a_b, mean of the worst tenth", True),
-        ("validation_accuracy", "validation accuracy", True),
-        ("best_round", "best round", False),
-        ("best_round_clients_own_accuracy", "accuracy on own data of the best round", True),
-    ],
-)
-def test_measures_are_named_in_words(key: str, title: str, fraction: bool) -> None:
-    measure = MetricKey.parse(key)
-    assert str(measure) == key
-    assert (measure.title, measure.is_fraction, measure.scale) == (title, fraction, 100 if fraction else 1)
-
-
 def test_traffic_and_seconds_are_no_measures() -> None:
     keys = list(map(str, measures(history(2, mean_iou=0.1, accuracy_sea=0.5))))
     assert keys == ["accuracy", "mean_iou", "accuracy_sea"]
