@@ -241,28 +241,24 @@ def private() -> Table:
 ATTACKS = ("scaled", "statistics", "flipped", "noise")
 
 
-def robust(data: str) -> Callable[[], Table]:
+def robust(data: str) -> Table:
     """A row for each strategy with each defence, a column for each attack and number of malicious clients."""
-
-    def whole() -> Table:
-        found: dict[tuple[str, str], dict[str, str]] = {}
-        for line in lines("robust/runs.jsonl"):
-            if line["set"] == data:
-                case = "none" if line["attack"] is None else f"{line['attack']} {line['malicious']}"
-                value = line["accuracy"]
-                of_row = found.setdefault((line["rule"], line["options"]), {})
-                of_row[case] = "failed" if value is None else f"{100 * value:.1f}"
-        every = ("none", *(f"{attack} {count}" for attack in ATTACKS for count in (1, 2)))
-        columns = [case for case in every if any(case in each for each in found.values())]
-        order = itertools.product(("FedAvg", "FixBN", "FedTAN"), ("off", "bounds", "trimmed", "krum", "median"))
-        rows: list[Row] = [
-            (f"{rule}, {name}", *(found[rule, name].get(case, "") for case in columns))
-            for rule, name in order
-            if (rule, name) in found
-        ]
-        return (data, *columns), rows
-
-    return whole
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for line in lines("robust/runs.jsonl"):
+        if line["set"] == data:
+            case = "none" if line["attack"] is None else f"{line['attack']} {line['malicious']}"
+            value = line["accuracy"]
+            of_row = found.setdefault((line["rule"], line["options"]), {})
+            of_row[case] = "failed" if value is None else f"{100 * value:.1f}"
+    every = ("none", *(f"{attack} {count}" for attack in ATTACKS for count in (1, 2)))
+    columns = [case for case in every if any(case in each for each in found.values())]
+    order = itertools.product(("FedAvg", "FixBN", "FedTAN"), ("off", "bounds", "trimmed", "krum", "median"))
+    rows: list[Row] = [
+        (f"{rule}, {name}", *(found[rule, name].get(case, "") for case in columns))
+        for rule, name in order
+        if (rule, name) in found
+    ]
+    return (data, *columns), rows
 
 
 def attacks() -> dict[str, dict[str, int]]:
@@ -406,7 +402,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results network accuracy": time_to_accuracy,
     "results secure": secure,
     "results private": private,
-    **{f"results robust {data}": robust(data) for data in ("digits", "cifar10", "digits-2")},
+    **{f"results robust {data}": functools.partial(robust, data) for data in ("digits", "cifar10", "digits-2")},
     "results soak": soak,
     "results identified": identified,
     "results found in a list": found_in_list,

@@ -14,6 +14,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,10 @@ def _plain(field: FieldInfo) -> bool:
     return not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
 
 
-def keys_of(name: str) -> Callable[[], Table]:
-    def table() -> Table:
-        model = settings.Settings.model_fields[name].annotation
-        assert isinstance(model, type)
-        return ("key", "default", "meaning"), list(section(f"{name}.", model, (settings.Renorm,)))
-
-    return table
+def keys_of(name: str) -> Table:
+    model = settings.Settings.model_fields[name].annotation
+    assert isinstance(model, type)
+    return ("key", "default", "meaning"), list(section(f"{name}.", model, (settings.Renorm,)))
 
 
 def partitions() -> Table:
@@ -125,17 +123,14 @@ def strategies() -> Table:
     return ("strategy", "what it does", "arguments of its own"), rows
 
 
-def arguments_of(name: str) -> Callable[[], Table]:
-    def table() -> Table:
-        rows: list[Row] = []
-        for argument in describe(name).arguments:
-            default = argument.default
-            shown = "required" if default is inspect.Parameter.empty else "" if default is None else literal(default)
-            meaning = re.sub(r"`?docs/([\w-]+)\.md`?", lambda m: f"[{m[1].title()}](../{m[1]}.md)", argument.meaning)
-            rows.append((f"`{argument.name}`", shown, meaning))
-        return ("argument", "default", "meaning"), rows
-
-    return table
+def arguments_of(name: str) -> Table:
+    rows: list[Row] = []
+    for argument in describe(name).arguments:
+        default = argument.default
+        shown = "required" if default is inspect.Parameter.empty else "" if default is None else literal(default)
+        meaning = re.sub(r"`?docs/([\w-]+)\.md`?", lambda m: f"[{m[1].title()}](../{m[1]}.md)", argument.meaning)
+        rows.append((f"`{argument.name}`", shown, meaning))
+    return ("argument", "default", "meaning"), rows
 
 
 def leaves() -> Table:
@@ -203,23 +198,19 @@ def keys() -> Table:
     return ("key", "value", "meaning"), rows
 
 
-def hooks(cls: type, *columns: str) -> Callable[[], Table]:
+def hooks(cls: type, *columns: str) -> Table:
     """The public methods of a class with their arguments; the page describes them."""
-
-    def table() -> Table:
-        rows: list[Row] = []
-        for name in weight.names()[cls.__name__]:
-            if inspect.isfunction(method := getattr(cls, name, None)):
-                _, *arguments = inspect.signature(method).parameters
-                rows.append((f"`{name}({', '.join(arguments)})`", *(None for _ in columns)))
-        return ("hook", *columns), rows
-
-    return table
+    rows: list[Row] = []
+    for name in weight.names()[cls.__name__]:
+        if inspect.isfunction(method := getattr(cls, name, None)):
+            _, *arguments = inspect.signature(method).parameters
+            rows.append((f"`{name}({', '.join(arguments)})`", *(None for _ in columns)))
+    return ("hook", *columns), rows
 
 
-def names_of(kind: str) -> Callable[[], Table]:
+def names_of(kind: str) -> Table:
     """The names of a class; the page describes them."""
-    return lambda: (("name", "what it is"), [(f"`{name}`", None) for name in weight.names()[kind]])
+    return ("name", "what it is"), [(f"`{name}`", None) for name in weight.names()[kind]]
 
 
 def api() -> Table:
@@ -234,28 +225,21 @@ def _summary(named: object) -> str:
     return " ".join((inspect.getdoc(named) or "").partition("\n\n")[0].split())
 
 
-def command(name: str) -> Callable[[], Table]:
-    def table() -> Table:
-        (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
-        rows: list[Row] = []
-        for action in commands.choices[name]._actions:
-            value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")
-            shown = " ".join([*action.option_strings[-1:], *([str(value)] if action.nargs != 0 else [])])
-            meaning = f"{action.help or ''}{' (required)' if action.required and action.option_strings else ''}"
-            if action.dest != "help" and action.help != argparse.SUPPRESS:
-                rows.append((f"`{shown.replace('|', chr(92) + '|')}`", meaning))
-        return ("argument", "meaning"), rows
-
-    return table
+def command(name: str) -> Table:
+    (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    rows: list[Row] = []
+    for action in commands.choices[name]._actions:
+        value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")
+        shown = " ".join([*action.option_strings[-1:], *([str(value)] if action.nargs != 0 else [])])
+        meaning = f"{action.help or ''}{' (required)' if action.required and action.option_strings else ''}"
+        if action.dest != "help" and action.help != argparse.SUPPRESS:
+            rows.append((f"`{shown.replace('|', chr(92) + '|')}`", meaning))
+    return ("argument", "meaning"), rows
 
 
 TABLES: dict[str, Callable[[], Table]] = {
     "run": run_keys,
-    "data": keys_of("data"),
-    "model": keys_of("model"),
-    "train": keys_of("train"),
-    "evaluate": keys_of("evaluate"),
-    "engine": keys_of("engine"),
+    **{name: partial(keys_of, name) for name in ("data", "model", "train", "evaluate", "engine")},
     "partitions": partitions,
     "strategies": strategies,
     "leaves": leaves,
@@ -264,12 +248,12 @@ TABLES: dict[str, Callable[[], Table]] = {
     "datasets": datasets,
     "keys": keys,
     "api": api,
-    "hooks of the server": hooks(Rule, "what it does", "default", "for instance"),
-    "hooks of the client": hooks(ClientRule, "when", "for instance"),
-    "traits": names_of("Traits"),
-    "local round": names_of("LocalRound"),
+    "hooks of the server": partial(hooks, Rule, "what it does", "default", "for instance"),
+    "hooks of the client": partial(hooks, ClientRule, "when", "for instance"),
+    "traits": partial(names_of, "Traits"),
+    "local round": partial(names_of, "LocalRound"),
     **{
-        f"command {name}": command(name)
+        f"command {name}": partial(command, name)
         for name in [
             "new",
             "explain",
@@ -289,7 +273,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     **results.TABLES,
     **concepts.TABLES,
     **outputs.TABLES,
-    **{f"arguments {name}": arguments_of(name) for name in STRATEGIES},
+    **{f"arguments {name}": partial(arguments_of, name) for name in STRATEGIES},
 }
 TEXTS: dict[str, Callable[[], str]] = {
     "count of claims": results.claims_counted,
