@@ -151,7 +151,7 @@ def pictures() -> Iterator[None]:
 def plots() -> Iterator[None]:
     """The test looks at the files with pictures, and not at those in the page, which are most of them."""
     with drawing() as patch:
-        patch.setattr(write, "_pictures_of_page", lambda rows, form: ())
+        patch.setattr(write, "pictures_of_page", lambda rows, form: ())
         yield
 
 

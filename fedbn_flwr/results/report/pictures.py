@@ -195,9 +195,11 @@ def plot(rows: Sequence[Row], measure: MetricKey | None = None, axis: str | None
     note = " Band: ± one standard deviation over seeds." if any(_has_band(row, rows) for row in rows) else ""
     figure.suptitle(in_plot(set_up(rows) + note, 150), fontsize="medium")
     handles: Handles = {}
-    for place, line in zip(figure.add_gridspec(len(lines), 1, height_ratios=heights), lines, strict=True):
-        for within, draw in zip(place.subgridspec(1, len(line)), line, strict=True):
-            handles = {**handles, **draw(figure.add_subplot(within)), **handles}  # dots of domains: as the curves
+    outer = figure.add_gridspec(len(lines), 1, height_ratios=heights)
+    for number, line in enumerate(lines):
+        inner = outer[number].subgridspec(1, len(line))
+        for place, draw in enumerate(line):  # dots by domain look as the curves of their rows
+            handles = {**handles, **draw(figure.add_subplot(inner[place])), **handles}
     _legend(figure, handles, loc="outside right upper", handlelength=4)
     return figure
 
