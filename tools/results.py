@@ -221,9 +221,6 @@ def evidence() -> Table:
 MARGIN, OF_ERROR = 2.0, 0.2  # points, and a share of the baseline's error: the smaller one is the margin of equality
 
 
-MARGIN, OF_ERROR = 2.0, 0.2  # points, and a share of the baseline's error: the smaller one is the margin of equality
-
-
 class Difference(NamedTuple):
     title: str
     setup: str

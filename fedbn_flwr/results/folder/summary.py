@@ -119,14 +119,13 @@ class Summary:
                 self.rounds_with_fewer_clients = fewer + (clients < self.clients_due)
         self.traffic.add(Traffic(**{key.name: line[key.name] for key in fields(Traffic)}))
         if found := self._metrics_of(line):  # an evaluated round replaces the metrics of earlier ones
-            best = _best(self.of_task)
-            self.values = {key: value for key, value in self.values.items() if key in best}
+            best = [key for key in self.values if key == "best_round" or self._key(key).whose in BEST]
+            self.values = {key: self.values[key] for key in best}
         latest = {key: line[key] for key in found if line[key] is not None}
         if (main := MetricKey(self.of_task.main)).name in latest:
             value, best_test = latest[main.name], str(main.of("best_test"))
             latest[best_test] = max(self.values.get(best_test, value), value, key=partial(goodness, main.name))
         if "best_round" in line:
-            latest["best_round"] = line["best_round"]
             latest[str(main.of("best_validation"))] = line[str(main.of("validation"))]
             own = [main.of(OWN)] if str(main.of(OWN)) in line else []
             latest |= {str(key.of_best_round): line.get(str(key)) for key in (main, *own)}
@@ -134,14 +133,15 @@ class Summary:
 
     def _metrics_of(self, line: Iterable[str]) -> list[str]:
         """The keys whose last value is in the summary: of the loss, and of the metrics that the run was asked for."""
-        known = {self.of_task.main, *self.of_task.reported, *self.metrics}
+        main = self.of_task.main
+        known = {main, *self.of_task.reported, *self.metrics}
 
         def is_shown(key: MetricKey) -> bool:
             if key.statistic:
                 return key.whose in (CLIENTS, OWN)
-            if key.domain:
-                return key.whose in EVALUATED[:3] and key.name == self.of_task.main
-            return key.whose in EVALUATED and key.name in known
+            if key.domain or key.whose in BEST:
+                return key.name == main and key.whose in (*EVALUATED[:3], *BEST)
+            return key.name in known and key.whose in EVALUATED
 
         return [key for key in line if key in _LATEST or is_shown(self._key(key))]
 
@@ -166,7 +166,7 @@ class Summary:
             raise ValueError(f"task is {given['task']!r}; expected one of {', '.join(TASKS)}")
         found = cls(**given).of(history[: given.get("rounds", 0)])
         expected = found.to_json()
-        known = [*expected, *_best(found.of_task), *found._metrics_of(content)]
+        known = [*expected, *found._metrics_of(content)]
         for key in known:
             if to_json(content.get(key)) != to_json(expected.get(key)):  # NaN is not NaN
                 raise ValueError(f"{key} is {content.get(key)}, but {expected.get(key)} by the lines of history.jsonl")
@@ -182,18 +182,13 @@ class Summary:
         return found
 
 
-# Keys of the history whose last value is in every summary: the loss, and the source of the statistics in the global
-# model's batch norms.
-_LATEST = ("loss", "evaluated_with")
-
-
-def _best(task: Task) -> list[str]:
-    """The keys of the best round."""
-    return ["best_round", *(str(MetricKey(task.main, whose)) for whose in BEST)]
+# Other keys of the history whose last value is in the summary: the loss, the source of the statistics in the global
+# model's batch norms, and the best round by validation.
+_LATEST = ("loss", "evaluated_with", "best_round")
 
 
 def is_taken(name: str, task: Task) -> bool:
     """Whether history or summary have this key already, so that no metric of the user may have this name."""
     own = {item.name for kind in (Summary, Traffic) for item in fields(kind)}
-    keys = {*own, *_LATEST, *_best(task), *task.reported, "round", "broadcast_mib_per_round"}
+    keys = {*own, *_LATEST, *task.reported, "round", "broadcast_mib_per_round"}
     return name in keys or name.endswith("examples") or MetricKey.parse(name) != MetricKey(name)

@@ -249,20 +249,12 @@ def client_table(rows: Sequence[Row]) -> Lines:
     """Mean, deviation and worst tenth over clients of each measure; maybe only headings."""
     lines: Lines = [("run", "metric", "clients", "mean", "deviation", "worst tenth")]
     for row in rows:
-        for metric, measure in measures_of_clients(row.counted[0]).items() if not row.diverged else ():
-            if not all(metric in run.clients for run in row.counted):
-                continue
-            seeds = [list(run.clients[metric].values()) for run in row.counted]
-            spreads = zip(*(spread(values, metric) for values in seeds), strict=True)
-            shown = [as_measured(measure, values) for values in spreads]
-            lines.append(
-                (
-                    row.title,
-                    measure.title,
-                    as_measured(MetricKey("clients"), [len(values) for values in seeds]),
-                    *shown,
-                )
-            )
+        for key, metric in measures_of_clients(row.counted[0]).items() if not row.diverged else ():
+            seeds = [list(run.clients[key].values()) for run in row.counted if key in run.clients]
+            if len(seeds) == len(row.counted):
+                count = as_measured(MetricKey("clients"), list(map(len, seeds)))
+                spreads = zip(*(spread(values, key) for values in seeds), strict=True)
+                lines.append((row.title, metric.title, count, *(as_measured(metric, values) for values in spreads)))
     return lines
 
 
@@ -296,8 +288,7 @@ def sweep_tables(sweep: Sweep, form: ReportForm = DEFAULT) -> list[Table]:
     for measure in measures_of_sweep(sweep, form):
         lines: Lines = [(sweep.key, *sweep.values)]
         for label, line in sweep.lines.items():
-            cells = (_cell_of(line[word], measure) if word in line else "-" for word in sweep.values)
-            lines.append((label, *cells))
+            lines.append((label, *(_cell_of(line[word], measure) if word in line else "-" for word in sweep.values)))
         found.append((", ".join(filter(None, (f"{measure.title} by {sweep.key}", sweep.title))), lines))
     return found
 
