@@ -182,7 +182,7 @@ def papers() -> Table:
     rows: list[Row] = []
     for paper, title, item in items():
         done, seeds = status(item)
-        page = f" ([results]({item['page']}.md))" if "page" in item else ""
+        page = f" ([results]({item['page']}))" if "page" in item else ""
         command = " ".join([item["experiment"], *(f"'{change}'" for change in item.get("changes", []))])
         rows.append((f"{paper}, {title}", f"`{command}`", done + page, seeds))
     return ("item", "experiment", "measured", "seeds"), rows

@@ -399,7 +399,7 @@ def claims() -> Table:
             ours, seeds = claim.get("counted", ""), ""
             if found:
                 bracket = "; ".join(filter(None, (claim.get("instead"), *setups)))
-                ours = f"[{', '.join(each.cells()[0] for each in found)}]({claim['page']}.md) ({bracket})"
+                ours = f"[{', '.join(each.cells()[0] for each in found)}]({claim['page']}) ({bracket})"
                 seeds = span(each.test.pairs for each in found)
             published = str(claim.get("published", ", ".join(known)))
             rows.append((claim["claim"], f"{paper}, {claim['source']}", published, ours, seeds, done))

@@ -1,7 +1,7 @@
 """One hostile client of five: the run is, bit for bit, that of an absent client, and the log names the client.
 
 Half of the attacks are tried on one rule each; nightly, every attack is tried on every rule, by the strategy's own
-`start` and as `fedbn run` does it. docs/results/reliability.md has the counts.
+`start` and as `fedbn run` does it. docs/results/robustness.md#wrong-replies-and-long-runs has the counts.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_false_measurements_are_left_out_or_stay_finite(rule: str) -> None:
 
 
 def test_the_counts_of_attacks_are_of_today_s_attacks() -> None:
-    """docs/results/reliability.md: `python -m tests.support.hostile` counts again."""
+    """docs/results/robustness.md#wrong-replies-and-long-runs: `python -m tests.support.hostile` counts again."""
     assert {strategy: sum(fates.values()) for strategy, fates in outputs.attacks().items()} == Counter(
         rule for rule, *_ in cases()
     )

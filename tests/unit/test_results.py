@@ -341,4 +341,5 @@ def test_the_evidence_for_a_strategy_is_of_the_page_that_it_links_to() -> None:
     falling = results.by_seed(results.runs_of("mnist/falling:FedAvg+BN")).values()
     assert few[1] == f"{statistics.mean(falling):.1f} ± {statistics.stdev(falling):.1f}", "at FixBN's rate"
     for title, row in results.specification("results/tables.yaml")["evidence"]["rows"].items():
-        assert f"](results/{row['set'].partition('/')[0]}.md" in title
+        page = re.findall(r"\]\(results/([\w-]+)\.md", title)[0]
+        assert f"<!-- table: results {row['set'].partition('/')[0]}" in PAGES[f"{page}.md"]

@@ -31,8 +31,8 @@ class Command(NamedTuple):
 
 
 def commands(page: Path) -> Iterator[Command]:
-    folder = ROOT
     for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+        folder = ROOT
         for line in re.sub(r" *\\\n *", " ", text).splitlines() if kind == "bash" else ():
             if line.startswith("cd "):
                 folder = ROOT / line.removeprefix("cd ")

@@ -285,7 +285,7 @@ def test_the_figures_of_fedtan_have_the_set_ups_of_the_paper(
 
 
 def test_the_figures_of_fedwon_fit_the_test_sets_of_fedbn() -> None:
-    """As means of three runs, printed with one decimal; docs/results/fedwon.md quotes the counts."""
+    """As means of three runs, printed with one decimal; docs/results/domains.md#fedwon quotes the counts."""
 
     def fit(sizes: tuple[int, ...]) -> int:
         table = PAPERS["FedWon"]["Table 1, Office-Caltech-10"].values()
