@@ -12,6 +12,8 @@ import yaml
 from fedbn_flwr.engines.metered import Traffic
 from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.folder.writer import RunFolder
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.rows import Row, group
 
 TRAFFIC = vars(Traffic(communication_rounds=1, bytes_down=2**20, bytes_up=2**20)) | {"seconds": 0.5}
 
@@ -55,6 +57,11 @@ def write_run(
             write_lines(folder / name, content)
         else:
             (folder / name).write_text(json.dumps(content))
+
+
+def rows_of(*folders: Path) -> list[Row]:
+    """The rows of a report on the folders."""
+    return group(find_runs(folders))
 
 
 def change_summary(run: Path, **values: Any) -> None:

@@ -32,13 +32,12 @@ from fedbn_flwr.results.folder.reader import LINES
 from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs, read_state
-from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import DEFAULT
 from fedbn_flwr.results.report.write import page, write_report
 from tests.support.fixtures import drawing
 from tests.support.fuzz import cases, changed, check_refusal, damaged
 from tests.support.hostile import kept_log
-from tests.support.runs import change_summary
+from tests.support.runs import change_summary, rows_of
 
 EXPERIMENT = (
     "{name: whole, rounds: 2, clients: 2, train: {steps: 1}, engine: {workers: 0}, strategy: {name: FedBN}, evaluate: "
@@ -74,7 +73,7 @@ def with_other_value(content: bytes, seed: int, name: str) -> bytes:
 def read_all(folder: Path) -> None:
     """What a report and `fedbn status` read."""
     read_state(folder)
-    page(group(find_runs([folder])), DEFAULT)
+    page(rows_of(folder), DEFAULT)
     for run in find_runs([folder]):
         for name in ("partition.json", "norms.jsonl", "clients.jsonl"):
             RunFolder(run.folder).lines(name) if name.endswith("l") else RunFolder(run.folder).read(name)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.rows import Row, choose, group, validation
+from fedbn_flwr.results.report.rows import Row, choose, validation
 from fedbn_flwr.results.report.tables import candidates_tables
 from fedbn_flwr.results.report.write import write_report
-from tests.support.runs import write_run
+from tests.support.runs import rows_of, write_run
 
 EXPERIMENT = """
 rounds: 2
@@ -38,8 +37,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BEST, WORSE, OTHER = "BN, batch_size=16, lr=0.2", "BN, batch_size=16, lr=1e-06", "GN, batch_size=16"
 
 
-def rows_of(out: Path) -> dict[str, Row]:
-    return {row.label: row for row in group(find_runs([out]))}
+def by_label(out: Path) -> dict[str, Row]:
+    return {row.label: row for row in rows_of(out)}
 
 
 def shown(rows: dict[str, Row]) -> set[str]:
@@ -47,7 +46,7 @@ def shown(rows: dict[str, Row]) -> set[str]:
 
 
 def test_the_candidate_with_the_best_validation_accuracy_is_shown_and_all_are_listed(out: Path) -> None:
-    rows = rows_of(out)
+    rows = by_label(out)
     assert shown(rows) == {BEST, OTHER}
     listed = {line[0]: line[-1] for line in candidates_tables(list(rows.values()))[0][1][1:]}
     assert listed == {BEST: "chosen", WORSE: ""}
@@ -61,21 +60,21 @@ def test_the_figures_of_all_candidates_are_kept(out: Path, tmp_path: Path) -> No
 
 
 def test_the_test_images_have_no_part_in_the_choice(out: Path) -> None:
-    rows = rows_of(out)
+    rows = by_label(out)
     for run in rows[WORSE].runs:
         run.summary.values |= {"accuracy": 1.0, "best_test_accuracy": 1.0}
     assert shown(rows) == {BEST, OTHER}
 
 
 def test_a_candidate_that_diverged_is_not_chosen(out: Path) -> None:
-    rows = rows_of(out)
+    rows = by_label(out)
     for run in rows[BEST].runs:
         run.lines[-1]["validation_accuracy"] = float("nan")
     assert shown(rows) == {WORSE, OTHER}
 
 
 def test_a_candidate_that_failed_is_not_chosen(out: Path) -> None:
-    rows = rows_of(out)
+    rows = by_label(out)
     for run in rows[BEST].runs:
         run.summary.status = "failed"
     assert shown(rows) == {WORSE, OTHER}
@@ -89,7 +88,7 @@ def test_a_candidate_that_failed_is_not_chosen(out: Path) -> None:
 
 
 def test_what_an_interrupted_seed_reached_is_no_figure_of_its_candidate(out: Path) -> None:
-    rows, values = rows_of(out), validation(rows_of(out)[WORSE])
+    rows, values = by_label(out), validation(by_label(out)[WORSE])
     run = rows[WORSE].runs[0]
     run.summary.status, run.lines[-1]["validation_accuracy"] = "interrupted", 1.0
     assert validation(rows[WORSE]) == values[1:]
@@ -112,7 +111,7 @@ def test_validation_and_test_figures_of_a_candidate_are_of_the_same_models(tmp_p
             figures = {"accuracy": 0.7, "validation_accuracy": 0.9 + lr, **own}
             write_run(tmp_path / f"{label}{lr}", f"{label}, lr={lr}", config=config, **figures)
     write_run(tmp_path / "c", "FedBN, lr=9", config={"cell": {"row": "FedBN", "tune": {"train.lr": 9}}}, diverged=True)
-    (of_all, first), (of_own, second) = candidates_tables(group(find_runs([tmp_path])))
+    (of_all, first), (of_own, second) = candidates_tables(rows_of(tmp_path))
     assert of_all == "candidates: the best is chosen by the accuracy on held-out training examples, mean over seeds"
     assert of_own == "candidates: the best is chosen by the accuracy on own held-out training examples, mean over seeds"
     assert first[0][1:3] == ("validation accuracy", "test accuracy")

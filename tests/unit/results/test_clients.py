@@ -12,12 +12,10 @@ import pytest
 from PIL import Image
 
 from fedbn_flwr.results.folder.clients import Spread, last_values, spread
-from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import clients_plot
-from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import client_table
 from fedbn_flwr.results.report.write import write_report
-from tests.support.runs import write_run
+from tests.support.runs import rows_of, write_run
 
 
 @pytest.mark.parametrize(
@@ -51,7 +49,7 @@ def test_own_test_images_come_first_and_losses_are_not_shown(tmp_path: Path) -> 
     names = ("examples", "train_loss", "loss", "accuracy", "test_examples", "macro_f1", "own_loss", "own_accuracy")
     clients = [{"round": 3, "clients": {"0": dict.fromkeys(names, 0.5)}}]
     write_run(tmp_path / "run", "FedBN", files={"clients.jsonl": clients}, metrics=("macro_f1",))
-    lines = client_table(group(find_runs([tmp_path])))
+    lines = client_table(rows_of(tmp_path))
     assert [line[1] for line in lines[1:]] == [
         "accuracy on own data", "clients' accuracy", "clients' macro F1",
     ]  # fmt: skip
@@ -68,7 +66,7 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
     write_clients(tmp_path / "runs" / "a", "FedBN", [0.5, 0.75, 1.0], seed=0)
     write_clients(tmp_path / "runs" / "b", "FedBN", [0.25, 0.75, 1.0], seed=1)
     write_run(tmp_path / "runs" / "c", "FedAvg")
-    rows = group(find_runs([tmp_path / "runs"]))
+    rows = rows_of(tmp_path / "runs")
     deviations = [100 * np.std([0.5, 0.75, 1.0]), 100 * np.std([0.25, 0.75, 1.0])]
     deviation = f"{np.mean(deviations):.2f}% ± {np.std(deviations, ddof=1):.2f}"
     assert client_table(rows)[1:] == [
@@ -88,7 +86,7 @@ def test_tables_and_the_plot_have_the_main_figure_and_the_metrics_of_the_run(tmp
     names = ("accuracy", "accuracy_new", "kappa", "other")
     values = {name: 0.5 for kind in ("", "own_", "validation_") for name in (kind + name for name in names)}
     (folder / "clients.jsonl").write_text(json.dumps({"round": 3, "clients": {"0": values, "1": values}}) + "\n")
-    _, *lines = client_table(group(find_runs([folder])))
+    _, *lines = client_table(rows_of(folder))
     assert [line[1] for line in lines] == [
         "accuracy on own data", "kappa on own data", "clients' accuracy", "clients' kappa"
     ]  # fmt: skip
@@ -114,7 +112,7 @@ def test_a_box_plot_has_the_rows_whose_clients_were_evaluated(tmp_path: Path) ->
     )
     values = {"accuracy": 0.25, "own_accuracy": 0.75}
     write_run(tmp_path / "b", "FedBN", files={"clients.jsonl": [{"round": 3, "clients": {"0": values}}]})
-    picture = clients_plot(group(find_runs([tmp_path])))
+    picture = clients_plot(rows_of(tmp_path))
     found = {
         panel.get_title(loc="left"): [text.get_text() for text in panel.get_xticklabels()] for panel in picture.axes
     }

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import Result, cli
-from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import clients_plot, plot
-from fedbn_flwr.results.report.rows import choose, group
+from fedbn_flwr.results.report.rows import choose
 from fedbn_flwr.results.report.tables import ReportForm, candidates_tables, table
 from fedbn_flwr.results.report.write import write_report
-from tests.support.runs import write_run
+from tests.support.runs import rows_of, write_run
 
 ERRORS = {"FedAvg": (60.0, 62.5), "FixBN": (52.0, 55.0), "FedTAN": (53.25, 54.0)}
 
@@ -46,7 +45,7 @@ def runs(tmp_path: Path) -> Path:
 
 def test_no_error_is_in_percent(runs: Path) -> None:
     form = ReportForm(("rmse", "best_test_rmse", "mae", "r2", "loss"), "FedAvg")
-    heads, first, second, third = table(group(find_runs([runs])), form)
+    heads, first, second, third = table(rows_of(runs), form)
     assert heads[1:7] == ("RMSE", "best RMSE on test", "MAE", "R²", "loss", "difference to FedAvg")
     assert first[1:3] == ("61.250 ± 1.768", "59.250 ± 1.768")
     assert first[3].startswith("49.000")
@@ -77,7 +76,7 @@ def test_tables_pictures_and_page_have_the_error_in_its_own_unit(runs: Path, tmp
         "bytes_down": 2 * 2**20, "bytes_up": 2 * 2**20,
     }  # fmt: skip
     assert "Lower is better: RMSE." in (tmp_path / "out" / "report.md").read_text()
-    rows = group(find_runs([runs]))
+    rows = rows_of(runs)
     labels = [panel.get_ylabel() for panel in plot(rows).axes]
     assert {"RMSE", "RMSE on own data"} <= {*labels}
     assert not any("%" in label for label in labels)
@@ -95,7 +94,7 @@ def test_the_candidate_with_the_lowest_validation_error_is_chosen(tmp_path: Path
                 tmp_path / f"{lr}-{seed}", f"A, lr={lr}", seed, task="regression", lines=lines(error or 1.0),
                 config=config, status="finished" if error else "failed",
             )  # fmt: skip
-    found = group(find_runs([tmp_path]))
+    found = rows_of(tmp_path)
     assert [row.label for row in choose(found)] == ["A, lr=0.001"]
     ((title, (heads, *_)),) = candidates_tables(found)
     assert heads[1:3] == ("validation RMSE on own data", "test RMSE on own data")
@@ -107,7 +106,7 @@ def test_candidates_of_each_task_have_a_table_of_its_figure(tmp_path: Path) -> N
         cell = {"cell": {"row": "A", "tune": {"train.lr": lr}}, "train": {"lr": lr}}
         write_run(tmp_path / f"{lr}", f"A, lr={lr}", task="regression", lines=lines(50.0), config=cell)
         write_run(tmp_path / f"{lr}-c", f"B, lr={lr}", validation_accuracy=0.5, config=cell | {"rounds": 9})
-    first, second = candidates_tables(group(find_runs([tmp_path])))
+    first, second = candidates_tables(rows_of(tmp_path))
     assert [line[0] for line in first[1]] == ["run", "A, lr=0.01", "A, lr=0.1"]
     assert first[1][0][1:3] == ("validation RMSE on own data", "test RMSE on own data")
     assert [line[1] for line in second[1]] == ["validation accuracy", "50.00%", "50.00%"]

@@ -16,11 +16,11 @@ from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.latex import as_latex
 from fedbn_flwr.results.report.pictures import plot, sweeps_plot
-from fedbn_flwr.results.report.rows import Row, group, headline, sweeps
+from fedbn_flwr.results.report.rows import Row, headline, sweeps
 from fedbn_flwr.results.report.tables import DEFAULT, ReportForm, as_measured, sweep_tables, table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.marks import slow_except
-from tests.support.runs import write_run
+from tests.support.runs import rows_of, write_run
 
 OWN, GLOBAL = "accuracy on own data", "accuracy"
 CASES: list[tuple[dict[str, Any], str, str]] = [
@@ -29,10 +29,6 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"task": "segmentation"}, "mean_iou", "mean IoU on own data"),
     ({"task": "several", "metrics": ("concordance",)}, "loss", "loss on own data"),
 ]
-
-
-def rows_of(folder: Path) -> list[Row]:
-    return group(find_runs([folder]))
 
 
 def write_both(folder: Path, main: str = "accuracy", own: float | None = 0.5, **more: Any) -> None:

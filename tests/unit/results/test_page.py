@@ -14,16 +14,14 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.metric_key import MetricKey
-from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.curves import POINTS, curve, measures, thin
 from fedbn_flwr.results.report.pictures import partitions_plot, plot
-from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import as_markdown, as_text, table
 from fedbn_flwr.results.report.write import write_report
 from fedbn_flwr.text import in_plot
 from tests.support.fixtures import drawing
 from tests.support.refusals import refusal
-from tests.support.runs import TRAFFIC, write_run
+from tests.support.runs import TRAFFIC, rows_of, write_run
 
 pytestmark = pytest.mark.usefixtures("pictures")
 
@@ -125,7 +123,7 @@ def test_the_page_has_the_pictures_whose_files_exist(tmp_path: Path) -> None:
 def test_a_picture_shows_the_values_and_has_a_name(tmp_path: Path) -> None:
     lines = [{"accuracy": a, "loss": 1.0, "accuracy_sea": 0.5} for a in (0.1, 0.7, 0.4)]
     write_run(tmp_path / "run", "FedAvg", lines=lines)
-    curve, *_, domains = plot(group(find_runs([tmp_path]))).axes
+    curve, *_, domains = plot(rows_of(tmp_path)).axes
     assert curve.get_lines()[0].get_xydata().tolist() == [[1, 10], [2, pytest.approx(70)], [3, 40]]
     assert [dot.lines[0].get_ydata()[0] for dot in domains.containers] == [50, 50], "sea, and the average"
     pictures = [attributes for tag, attributes in page_of(tmp_path).tags if tag == "svg"]
@@ -212,7 +210,7 @@ def test_settings_that_differ_are_a_table(tmp_path: Path) -> None:
     assert "train.lr" in page.texts["th"]
     assert "train.steps" not in page.texts["th"], "it is the same in all runs"
     assert any("steps: 5" in text for text in page.texts["pre"]), "the settings of each run"
-    assert len(group(find_runs([tmp_path]))) == 2
+    assert len(rows_of(tmp_path)) == 2
 
 
 # --- hostile text -----------------------------------------------------------
@@ -256,7 +254,7 @@ def test_hostile_text_is_text_in_the_page(tmp_path: Path, hostile: Path) -> None
 
 
 def test_markdown_and_terminal_show_text(hostile: Path) -> None:
-    lines = table(group(find_runs([hostile / "runs"])))
+    lines = table(rows_of(hostile / "runs"))
     marked = as_markdown(lines)
     assert len(marked.splitlines()) == 2 + len(HOSTILE), "a line break in a label would begin another row"
     assert all(len(re.findall(r"(?<!\\)\|", line)) == len(lines[0]) + 1 for line in marked.splitlines())

@@ -17,13 +17,11 @@ from scipy import stats
 from fedbn_flwr import Results, cli
 from fedbn_flwr.errors import MissingPackage, UserError
 from fedbn_flwr.results.metric_key import MetricKey
-from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import plot
-from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import ReportForm, paired
 from fedbn_flwr.results.report.write import write_report
 from tests.support.refusals import refusal
-from tests.support.runs import write_run
+from tests.support.runs import rows_of, write_run
 
 ACCURACIES = {"FedAvg & co": (0.70, 0.72, 0.74), "Fix_BN 100%": (0.75, 0.74, 0.80), "[c] Fed#TAN": (0.9, 0.9, 0.9)}
 
@@ -51,7 +49,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
 def test_a_repetition_of_a_seed_is_no_further_pair(tmp_path: Path) -> None:
     for number, (seed, accuracy) in enumerate(((0, 0.5), (0, 0.75), (1, 0.25))):
         write_run(tmp_path / str(number), "A", seed, accuracy=accuracy)
-    (row,) = group(find_runs([tmp_path]))
+    (row,) = rows_of(tmp_path)
     assert row.by_seed(MetricKey("accuracy")) == {0: 0.625, 1: 0.25}
 
 
@@ -222,7 +220,7 @@ def test_what_a_table_cannot_show_is_named(
 
 
 def test_a_plot_for_a_paper_is_one_panel(runs: Path, tmp_path: Path) -> None:
-    figure = plot(group(find_runs([runs])), MetricKey("loss"), "seconds")
+    figure = plot(rows_of(runs), MetricKey("loss"), "seconds")
     figure.set_size_inches(3.4, 2.6)
     (panel,) = figure.axes
     assert (panel.get_xlabel(), panel.get_ylabel()) == ("seconds", "loss")
@@ -243,4 +241,4 @@ def test_a_plot_for_a_paper_is_one_panel(runs: Path, tmp_path: Path) -> None:
 )
 def test_a_plot_that_cannot_be_drawn_says_why(runs: Path, look: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        plot(group(find_runs([runs])), **look)
+        plot(rows_of(runs), **look)

@@ -16,7 +16,7 @@ from fedbn_flwr import Results, cli
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import clients_plot, plot
-from fedbn_flwr.results.report.rows import Row, group, headline
+from fedbn_flwr.results.report.rows import Row, headline
 from fedbn_flwr.results.report.tables import (
     Lines,
     ReportForm,
@@ -31,7 +31,7 @@ from fedbn_flwr.results.report.tables import (
 from fedbn_flwr.results.report.write import write_report
 from tests.support.marks import slow_except
 from tests.support.refusals import refusal
-from tests.support.runs import change_summary, write_run
+from tests.support.runs import change_summary, rows_of, write_run
 
 
 def domain_tables(rows: list[Row]) -> list[Lines]:
@@ -51,7 +51,7 @@ def write_runs(folder: Path, domains: tuple[str, ...], labels: tuple[str, ...], 
 
 def test_each_domain_is_a_column_of_a_table_of_its_own(tmp_path: Path) -> None:
     write_runs(tmp_path, DOMAINS[:4], ("FedAvg", "Standalone"), seeds=2)
-    rows = group(find_runs([tmp_path]))
+    rows = rows_of(tmp_path)
     assert not set(DOMAINS) & set(table(rows)[0]), "the first table does not get wider"
     shared, own = domain_tables(rows)
     assert shared[0] == own[0] == ("run", *DOMAINS[:4], "average")
@@ -67,18 +67,18 @@ def test_a_row_whose_accuracy_is_not_the_global_model_s_says_so(tmp_path: Path) 
     write_run(tmp_path / "a", "FedAvg")
     write_run(tmp_path / "b", "Standalone")
     change_summary(tmp_path / "b", accuracy_of="the clients' models, mean")
-    labels = [row.label for row in group(find_runs([tmp_path]))]
+    labels = [row.label for row in rows_of(tmp_path)]
     assert labels == ["FedAvg", "Standalone (the clients' models)"]
-    assert [row.label for row in group(find_runs([tmp_path / "b"]))] == ["Standalone"], "all rows are alike"
+    assert [row.label for row in rows_of(tmp_path / "b")] == ["Standalone"], "all rows are alike"
     frame = Results.read(tmp_path).frame("accuracy")
     assert frame.loc["Standalone", "accuracy_of"] == "the clients' models, mean"
 
 
 def test_communication_rounds_are_a_panel_where_they_are_not_rounds(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "FedAvg")
-    assert [panel.get_xlabel() for panel in plot(group(find_runs([tmp_path]))).axes] == ["rounds", "MiB down and up"]
+    assert [panel.get_xlabel() for panel in plot(rows_of(tmp_path)).axes] == ["rounds", "MiB down and up"]
     write_run(tmp_path / "b", "FedTAN", lines=[{"accuracy": 0.5, "loss": 1.0, "communication_rounds": 3}])
-    titles = [panel.get_xlabel() for panel in plot(group(find_runs([tmp_path]))).axes]
+    titles = [panel.get_xlabel() for panel in plot(rows_of(tmp_path)).axes]
     assert titles == ["rounds", "communication rounds", "MiB down and up"]
 
 
@@ -87,7 +87,7 @@ def test_a_row_without_a_global_model_is_in_the_panels_of_the_clients_only(tmp_p
         write_run(tmp_path / label, label, clients_own_accuracy=0.9)
     for accuracy_of, counts in {"the global model": [2, 2], "the clients' models, mean": [1, 2]}.items():
         change_summary(tmp_path / "Standalone", accuracy_of=accuracy_of)
-        panels = plot(group(find_runs([tmp_path]))).axes
+        panels = plot(rows_of(tmp_path)).axes
         assert [len(panel.get_lines()) for panel in panels if panel.get_xlabel() == "rounds"] == counts
 
 
@@ -96,14 +96,14 @@ def test_the_title_speaks_of_bands_only_where_they_are_drawn(tmp_path: Path, lab
     for label in labels:
         for seed in (0, 1):
             write_run(tmp_path / f"{label}{seed}", label, seed, accuracy=0.5 + seed / 10)
-    picture = plot(group(find_runs([tmp_path])))
+    picture = plot(rows_of(tmp_path))
     assert len(picture.axes[0].collections) == bands
     assert ("Band: ±" in picture.get_suptitle()) == bool(bands)
 
 
 def test_without_domains_there_is_one_table(tmp_path: Path) -> None:
     write_run(tmp_path / "run", "FedAvg")
-    assert domain_tables(group(find_runs([tmp_path]))) == []
+    assert domain_tables(rows_of(tmp_path)) == []
     text, _, _ = write_report([tmp_path], tmp_path).partition("\n\ntable: ")
     assert "domain" not in text
     assert (tmp_path / "report.md").read_text().count("|---|") == 1
@@ -205,7 +205,7 @@ def test_runs_are_grouped_by_all_settings_but_the_seed(tmp_path: Path) -> None:
         settings = {"label": "FixBN", "seed": seed, "train": {"lr": lr, "steps": 5}, "engine": {"workers": workers}}
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(settings))
     write_run(tmp_path / "e", "FedAvg")
-    first = [line[0] for line in table(group(find_runs([tmp_path])))[1:]]
+    first = [line[0] for line in table(rows_of(tmp_path))[1:]]
     assert first == ["FixBN, lr=0.1 (2 seeds)", "FixBN, lr=0.01 (2 runs, 1 seed)", "FedAvg"]
 
 
@@ -219,7 +219,7 @@ def test_all_figures_of_a_row_are_of_the_seeds_that_finished(tmp_path: Path) -> 
         clients = [{"round": 1, "clients": {"0": {"own_accuracy": seed / 10}, "1": {"own_accuracy": seed / 10}}}]
         status, files = "finished" if rounds == 3 else "failed", {"clients.jsonl": clients}
         write_run(tmp_path / f"FedTAN-seed{seed}", "FedTAN", seed, lines=lines, files=files, status=status)
-    (row,) = rows = group(find_runs([tmp_path]))
+    (row,) = rows = rows_of(tmp_path)
     heads, cells = table(rows)
     found = dict(zip(heads, cells, strict=True))
     assert found["run"] == "FedTAN [failed] (1 of 3 seeds)"
@@ -237,7 +237,7 @@ def test_a_row_that_no_seed_finished_has_the_figures_of_those_that_were_evaluate
     for seed, accuracy in enumerate((0.5, None, 0.7)):
         lines = [{"loss": 1.0, "seconds": seed + 1.0} | ({} if accuracy is None else {"accuracy": accuracy})]
         write_run(tmp_path / str(seed), "A", seed, lines=lines, status="failed")
-    heads, cells = table(group(find_runs([tmp_path])))
+    heads, cells = table(rows_of(tmp_path))
     found = dict(zip(heads, cells, strict=True))
     assert (found["run"], found["accuracy"]) == ("A [failed] (2 of 3 seeds)", f"60.00% ± {math.sqrt(200):.2f}")
     assert found["seconds"] == f"2.0 ± {math.sqrt(2):.1f}"
@@ -254,7 +254,7 @@ def test_runs_that_diverged_have_a_curve_and_no_results(tmp_path: Path) -> None:
     write_diverged(tmp_path, "A", 0, 5)
     write_diverged(tmp_path, "A", 1, 7)
     write_diverged(tmp_path, "B", 0, 5)
-    rows = group(find_runs([tmp_path]))
+    rows = rows_of(tmp_path)
     heads, *lines = table(rows)
     found = [dict(zip(heads, line, strict=True)) for line in lines]
     assert [each["run"] for each in found] == ["A [diverged in rounds 6 to 8] (2 seeds)", "B [diverged in round 6]"]
@@ -275,7 +275,7 @@ def test_a_seed_that_diverged_is_not_in_the_mean_and_is_named(tmp_path: Path) ->
     for seed, accuracy in ((1, 0.5), (2, 0.7)):
         write_run(tmp_path / str(seed), "A", seed, accuracy=accuracy)
     write_diverged(tmp_path, "A", 0, 9)
-    (row,) = group(find_runs([tmp_path]))
+    (row,) = rows_of(tmp_path)
     assert table([row])[1][:2] == ("A [diverged in round 10] (2 of 3 seeds)", f"60.00% ± {math.sqrt(200):.2f}")
     assert not [line for line in plot([row]).axes[0].get_lines() if line.get_marker() == "x"], (
         "the curve is of the others"
@@ -289,7 +289,7 @@ def test_a_column_that_a_seed_lacks_has_no_figure(tmp_path: Path) -> None:
     write_run(tmp_path / "3", "B", 2, clients_accuracy=0.4, accuracy_sea=0.1)
     clients = {"round": 3, "clients": {"0": {"own_accuracy": 0.5}}}
     (tmp_path / "0" / "clients.jsonl").write_text(json.dumps(clients) + "\n")
-    rows = group(find_runs([tmp_path]))
+    rows = rows_of(tmp_path)
     heads, *lines = table(rows)
     assert [line[heads.index("clients' accuracy")] for line in lines] == ["-", "40.00% ± 0"]
     assert domain_tables(rows)[0][1:] == [("B", "10.00% ± 0", "-", "-")]
@@ -318,7 +318,7 @@ def test_rows_with_many_differences_have_numbers(tmp_path: Path) -> None:
         config = {"train": {f"setting_{each}": number for each in range(12)}}
         write_run(tmp_path / folder / "FixBN", "FixBN", config=config)
     write_run(tmp_path / "compare" / "Z", "Z")
-    labels = [row.label for row in group(find_runs([tmp_path / "compare", tmp_path / "low"]))]
+    labels = [row.label for row in rows_of(tmp_path / "compare", tmp_path / "low")]
     assert labels == ["FixBN (1)", "Z", "FixBN (2)"], "a further folder does not move the rows of the first"
 
 
@@ -327,9 +327,7 @@ def test_a_report_says_which_row_has_runs_on_different_examples(tmp_path: Path) 
         files = {"environment.json": {"token": str(number)} | ({"data_checksum": checksum} if checksum else {})}
         write_run(tmp_path / "A" / str(number), "A", number, files=files)
         write_run(tmp_path / "B" / str(number), "B", number, files={"environment.json": {"token": f"b{number}"}})
-    assert notes(group(find_runs([tmp_path]))) == [
-        "A: its runs have the same settings and different examples (aa, bb)."
-    ]
+    assert notes(rows_of(tmp_path)) == ["A: its runs have the same settings and different examples (aa, bb)."]
 
 
 def test_a_report_says_what_its_runs_have_in_common_and_where_they_differ(tmp_path: Path) -> None:

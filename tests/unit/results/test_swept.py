@@ -11,16 +11,11 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 from fedbn_flwr.results.folder.writer import RunFolder
-from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import COLOURS, plot, sweeps_plot
-from fedbn_flwr.results.report.rows import Row, choose, group, sweeps
+from fedbn_flwr.results.report.rows import Row, choose, sweeps
 from fedbn_flwr.results.report.tables import DEFAULT, ReportForm, Table, sweep_tables, tables
 from fedbn_flwr.results.report.write import write_report
-from tests.support.runs import change_summary, write_run
-
-
-def rows_of(folder: Path) -> list[Row]:
-    return group(find_runs([folder]))
+from tests.support.runs import change_summary, rows_of, write_run
 
 
 @pytest.mark.parametrize("status", ["interrupted", "failed", "running"])
