@@ -106,6 +106,7 @@ def flwr(arguments: argparse.Namespace) -> int:
     out = folders[0].path.parent if folders else None
     began = time_stamp()
     words = ["--engine", "local"] if arguments.engine == "local" else []
+    words += [] if arguments.workers is None else ["--workers", str(arguments.workers)]
     words += [w for text in arguments.federation_config for w in ("--federation-config", text)]
     pairs = " ".join(_pair(key, value) for key, value in {**run_config, "resume": True}.items())
     with continued_by(out, "flwr", "run", arguments.app, *words, "--run-config", pairs), _ended_by_signals():

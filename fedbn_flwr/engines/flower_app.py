@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -39,7 +39,11 @@ class SeededApp:
     def __call__(self, message: Message, context: Context) -> Message:
         node, number = message.metadata.message_id.split(".")
         with seeding.streams(seeding.seed_for(self.seed, "app", int(node), int(number))):
-            return self.app(message, context)
+            try:
+                return self.app(message, context)
+            except (Exception, SystemExit):  # which the server learns without its traceback
+                traceback.print_exc()
+                raise
 
 
 def run_app(
@@ -60,7 +64,6 @@ def run_app(
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    os.environ.setdefault("FEDBN_DEBUG", "1")  # a client's error is shown with its traceback, where it occurs
     server = load_app(parts["serverapp"], LoadServerAppError, folder)
     client = SeededApp(load_app(parts["clientapp"], LoadClientAppError, folder), seed)
     _put_old_replies_in_order()

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
@@ -26,7 +26,7 @@ from .file.content import check_mapping, follow_extends, read_content
 from .file.layers import changes_of, read_experiment
 from .node import free_models
 from .run.launch import carry_out, check_failures, is_begun, run_folders
-from .settings import Changes, Experiment, Settings
+from .settings import Experiment, Settings
 
 Source = str | Path | Tree | Settings
 _JSON = TypeAdapter[Any](Any, config=ConfigDict(ser_json_inf_nan="constants"))  # else infinity were null
@@ -41,7 +41,7 @@ def run(
     resume: bool = False,
     progress: bool = True,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
-    **changes: Unpack[Changes],
+    **changes: Any,
 ) -> Result:
     """Trains an experiment with a single run.
 
@@ -96,7 +96,7 @@ def run_all(
     progress: bool = True,
     jobs: int | None = None,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
-    **changes: Unpack[Changes],
+    **changes: Any,
 ) -> Results:
     """Trains all runs of an experiment, with the arguments of `run`.
 

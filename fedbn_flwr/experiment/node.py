@@ -121,7 +121,7 @@ class ClientParts(RunParts):
         return load_data(self.run.source, str(self.device))
 
     @functools.cached_property
-    def part(self) -> tuple[Tensor, Tensor]:
+    def rows(self) -> tuple[Tensor, Tensor]:
         """The indices of the training examples, and of the test examples that are the client's own."""
         task = self.dataset.task
         if not self.run.evaluate.server and task is not (expected := shape_without_data(self.run).task):
@@ -138,7 +138,7 @@ class ClientParts(RunParts):
     @functools.cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """The indices of the training examples that the client trains on, and of those that it holds out."""
-        return hold_out(self.part[0], self.run.evaluate.validation, self.run.seed, self.number)
+        return hold_out(self.rows[0], self.run.evaluate.validation, self.run.seed, self.number)
 
     @functools.cached_property
     def losses(self) -> tuple[Loss, Loss]:
@@ -182,7 +182,7 @@ class ClientParts(RunParts):
         try:
             tensors = free.pop()  # clients of a FedTAN round are made concurrently
         except IndexError:
-            tensors = _new_model(run, dataset, self.device)
+            tensors = ModelTensors(make_model(run, dataset).to(self.device))
         made = ExperimentClient(
             self,
             units,
@@ -209,7 +209,7 @@ class ClientParts(RunParts):
             device=self.device,
             context=context,
         )
-        if not _is_own(run):
+        if not any(map(named.is_name, (run.model.name, run.model.norm))):  # modules of the user may have other state
             weakref.finalize(made, free.append, tensors).atexit = False
         return made
 
@@ -218,7 +218,7 @@ class ClientParts(RunParts):
 
         With `only_own` the first one also has the client's own examples, if there are some.
         """
-        dataset, own, held = self.dataset, self.part[1], self.split[1]
+        dataset, own, held = self.dataset, self.rows[1], self.split[1]
         size = self.run.evaluate.batch_size
         test = functools.partial(TestBatches, dataset.test, normalise, size)
         everything = test(own if only_own and len(own) else None)
@@ -235,7 +235,7 @@ class ClientParts(RunParts):
 
     def check_sums(self) -> None:
         """Raise an error if the client has so few examples that their sums would reveal them."""
-        if (count := len(self.part[0])) < self.min_batch:
+        if (count := len(self.rows[0])) < self.min_batch:
             raise MessageError(
                 f"it has {count} training examples and doesn't send the sums of fewer than {self.min_batch}, which "
                 f"would reveal them; use more examples, or allow it by min-batch={count} in this node's config"
@@ -244,7 +244,7 @@ class ClientParts(RunParts):
     def sums(self) -> Sums:
         """The sums of the client's columns."""
         self.check_sums()
-        rows, train = self.part[0], self.dataset.train
+        rows, train = self.rows[0], self.dataset.train
         used = train if len(rows) == len(train) else train.select(rows)  # a copy may be large
         of_targets = [sums_of(used.numbers)] if self.run.data.targets else []
         return np.concatenate([sums_of(used.inputs), *of_targets], axis=1)
@@ -317,18 +317,7 @@ def checked_client_number(context: Context, clients: int) -> int:
     return client
 
 
-def _new_model(run: Settings, dataset: DataSet, device: torch.device) -> ModelTensors:
-    """A model with the initial values of the run."""
-
-    return ModelTensors(make_model(run, dataset).to(device))
-
-
 @functools.lru_cache(maxsize=1)  # the runs of a process follow one another, and each has its own model
 def free_models(kind: Hashable, device: str) -> list[ModelTensors]:
     """Models that no client uses now: building one can take longer than a round of training."""
     return []
-
-
-def _is_own(run: Settings) -> bool:
-    """Whether the model has modules of the user, which may have state outside of their state dict."""
-    return named.is_name(run.model.name) or named.is_name(run.model.norm)

@@ -60,7 +60,6 @@ class Parts(RunParts):
     rule: Rule
     agreed: Moments | None = None  # of all sites' inputs and targets, once the sites have agreed on them
     of_sites: Schema = field(default_factory=dict)  # the schema on which sites with data of their own agree
-    _model: nn.Module | None = field(default=None, init=False, repr=False)
 
     @cached_property
     def dataset(self) -> DataSet | None:
@@ -124,15 +123,13 @@ class Parts(RunParts):
             return None
         return [len(part) for part in self.partition]
 
-    @property
+    @cached_property
     def model(self) -> nn.Module:
-        if self._model is None:
-            self._model = make_model(self.run, self.shape).to(self.device)
-        return self._model
+        return make_model(self.run, self.shape).to(self.device)
 
     def release(self) -> None:
         """Free the model; it is built again when it is used."""
-        self._model = None
+        vars(self).pop("model", None)
 
     @cached_property
     def model_description(self) -> Tree:

@@ -26,8 +26,8 @@ from .settings import Experiment, Settings
 
 
 @dataclass(frozen=True)
-class Part:
-    """The arrays of one role in a model, or those of it that stay on the clients."""
+class RoleSize:
+    """The size of the arrays of one role in a model, or of those of it that stay on the clients."""
 
     arrays: int
     values: int
@@ -38,7 +38,7 @@ class Part:
 class ExplainedRun:
     label: str
     settings: tuple[Setting, ...]
-    model: dict[str, Part]  # by role; "own" before the role: those that stay, if others of the role do not
+    model: dict[str, RoleSize]  # by role; "own" before the role: those that stay, if others of the role do not
     down: tuple[str, ...]  # what a client receives in a round of training: roles of arrays, and other records
     up: tuple[str, ...]
     columns: Mapping[str, str]  # the use of each column; empty without the data
@@ -52,10 +52,10 @@ def explain(experiment: Experiment) -> list[ExplainedRun]:
     for prepared in prepare(experiment):
         label, traits = prepared.run.label, prepared.rule.traits
         if label not in found:
-            model, kept = _parts_of(prepared)
-            down = (*(part for part in model if part not in {Role.COUNTER, *kept}), *traits.also_sent)
+            model, kept = _by_role(prepared)
+            down = (*(role for role in model if role not in {Role.COUNTER, *kept}), *traits.also_sent)
             unsent = {Role.COUNTER, *(() if traits.sent_back else kept)}
-            up = (*(part for part in model if part not in unsent), *traits.also_sent)
+            up = (*(role for role in model if role not in unsent), *traits.also_sent)
             columns = prepared.dataset.columns if prepared.dataset else {}
             settings, tests = tuple(settings_of(experiment, prepared.run)), _tests_of(prepared)
             found[label] = ExplainedRun(label, settings, model, down, up, columns, tests, _together(prepared))
@@ -74,23 +74,23 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     ]
 
 
-def _parts_of(prepared: Parts) -> tuple[dict[str, Part], set[str]]:
-    """The parts of the model, and the names of those that stay on the clients."""
+def _by_role(prepared: Parts) -> tuple[dict[str, RoleSize], set[str]]:
+    """The model by role, and the names of the roles that stay on the clients."""
     tensors, by_role, role_of = prepared.model.state_dict(), dict[str, list[Tensor]](), roles(prepared.model)
     stays = prepared.rule.traits.local_keys(tensors)
     shared = {role for key, role in role_of.items() if key not in stays}
     names = {key: f"own {role}" if key in stays and role in shared else str(role) for key, role in role_of.items()}
     for key, name in names.items():
         by_role.setdefault(name, []).append(tensors[key])
-    parts = {
-        role: Part(
+    sizes = {
+        role: RoleSize(
             len(found),
             sum(tensor.numel() for tensor in found),
             sum(tensor.numel() * sent_dtype(tensor.dtype).itemsize for tensor in found),
         )
         for role, found in by_role.items()
     }
-    return parts, {names[key] for key in stays}
+    return sizes, {names[key] for key in stays}
 
 
 def _tests_of(prepared: Parts) -> tuple[str, int | None]:
@@ -150,7 +150,7 @@ def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:
 
 def _model(run: ExplainedRun) -> list[tuple[str, ...]]:
     values = {setting.key: setting.value for setting in run.settings}
-    rows = [(role, str(part.arrays), f"{part.values:,}", decimal(part.bytes)) for role, part in run.model.items()]
+    rows = [(role, str(size.arrays), f"{size.values:,}", decimal(size.bytes)) for role, size in run.model.items()]
     title = f"model {values['model.name']}, {values['model.norm']}"
     return [(title, "arrays", "values", "size"), *rows]
 
@@ -159,7 +159,7 @@ def _traffic(run: ExplainedRun) -> list[tuple[str, ...]]:
     """What a client receives and sends in a round, by role of the arrays."""
     rows: list[tuple[str, ...]] = [(f"run {run.label}, a round", "size", "arrays")]
     for title, sent in (("a client receives", run.down), ("a client sends", run.up)):
-        size = sum(part.bytes for role, part in run.model.items() if role in sent)
+        size = sum(each.bytes for role, each in run.model.items() if role in sent)
         rows.append((title, decimal(size), ", ".join(sent) or "none"))
     return rows
 

@@ -1,4 +1,4 @@
-"""The settings of an experiment, frozen. `file/problems.py` makes them from a file.
+"""The settings of an experiment, frozen, and what is wrong with the keys and values of a mapping.
 
 Only this folder uses them: `prepare.py` and `node.py` pass plain arguments to the rest of the library.
 docs/settings.md lists the keys, with the descriptions below.
@@ -7,33 +7,37 @@ docs/settings.md lists the keys, with the descriptions below.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     Discriminator,
     Field,
     PlainSerializer,
     PlainValidator,
     Tag,
+    ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
-from fedbn_flwr.data.source import Source
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.data.source import HeldOut, Source
+from fedbn_flwr.errors import SettingsError, did_you_mean, few
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.metric_key import UNSEEN, NewcomerStatistics
 from fedbn_flwr.schema import Positive, Section, Several, expects, setting
 from fedbn_flwr.tasks import LOSSES, METRICS
-from fedbn_flwr.text import file_name
+from fedbn_flwr.text import file_name, shorten
 from fedbn_flwr.trees import Tree
 
+from .file.content import KEYS_OF_A_FILE
 from .registry import check_strategy
 
 # --- types that a file can write in several forms, such as a part by its name, or with its options ---
@@ -57,15 +61,15 @@ else:  # one of the registered kinds, chosen by `kind`, or one of the user
     ]
 
 
-def _named(value: Any) -> str | Tree:
+def _part_spec(value: Any) -> str | Tree:
     name = value.get("name") if isinstance(value, Mapping) else value
     if isinstance(name, str):
         return name if value == {"name": name} else value
     raise ValueError(f"found {value!r}; expected a name, or a mapping with a name and options")
 
 
-# A part by its name, or by a mapping of its name and options.
-Named = Annotated[str | Tree, PlainValidator(_named), PlainSerializer(lambda value: value)]
+# A part of a run, such as an optimiser, by its name, or by a mapping of its name and options.
+PartSpec = Annotated[str | Tree, PlainValidator(_part_spec), PlainSerializer(lambda value: value)]
 
 
 def name_in(part: str | Tree) -> str:
@@ -90,7 +94,7 @@ def _augmentation(part: str | Tree) -> str | Tree:
     return part
 
 
-Augment = Several[Annotated[Named, AfterValidator(_augmentation)]]
+Augment = Several[Annotated[PartSpec, AfterValidator(_augmentation)]]
 
 Weights = Annotated[
     Literal["balanced"] | Annotated[tuple[Annotated[float, Field(ge=0)], ...], Field(strict=False, min_length=1)],
@@ -253,7 +257,7 @@ class Schedule(Section):
 
 class Train(Section):
     lr: float = setting(0.1, "learning rate", gt=0)
-    optimizer: Named = setting(
+    optimizer: PartSpec = setting(
         "sgd",
         "`sgd`, `adam`, `adamw`, the name of another class of `torch.optim`, or `module:callable`; with "
         "options `{name: adamw, betas: [0.9, 0.95]}` ([Training](training.md#optimisers))",
@@ -274,7 +278,7 @@ class Train(Section):
         "([Training](training.md#clipping))",
         gt=0,
     )
-    loss: Named | None = setting(
+    loss: PartSpec | None = setting(
         None,
         "`cross_entropy`, `bce`, `mse`, `mae`, `huber` (or `{name: huber, delta: 2.0}`), or `module:callable`; "
         "see [Training](training.md#loss)",
@@ -515,7 +519,7 @@ class Settings(Section):
     strategy: Strategy = setting({"name": "FedAvg"}, "the strategy and its arguments, see [below](#strategy)")
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
-    track: Several[Named] = setting(
+    track: Several[PartSpec] = setting(
         (),
         "trackers that record the run: `tensorboard`, `module:callable`, a mapping with `name` and settings, "
         "or a list; see [Watching](watching.md#trackers)",
@@ -546,33 +550,6 @@ class Settings(Section):
                 f"model.norm: brn is batch norm in a client's first {warmup} steps (model.brn.warmup), and a client "
                 f"takes at most {steps} steps in this run; set a smaller warmup"
             )
-
-
-# A part by its name, itself, or with its settings.
-PartSpec = str | Callable[..., object] | Tree
-
-
-class Changes(TypedDict, total=False):
-    """What Python may change in an experiment: the keys of its file, and `size`."""
-
-    name: str
-    label: str
-    description: str
-    rounds: int
-    clients: int
-    seed: int
-    seeds: Sequence[int]
-    data: Data | PartSpec
-    model: Model | PartSpec
-    train: Train | Tree
-    strategy: PartSpec
-    evaluate: Evaluate | Tree
-    engine: Engine | str | Tree
-    track: PartSpec | Sequence[PartSpec]
-    runs: Tree
-    sweep: Tree
-    tune: Tree
-    size: str
 
 
 @dataclass(frozen=True)
@@ -609,3 +586,83 @@ class Experiment:
 def strategy_name(spec: Tree) -> str:
     name, base = str(spec.get("name", "FedAvg")), spec.get("base")
     return f"{name}({strategy_name(base)})" if isinstance(base, Mapping) else name
+
+
+# --- from a mapping ---
+
+_EXPLAINED = 10  # problems; each may list the known keys
+
+
+def check_settings(settings: Tree) -> Settings:
+    try:
+        return Settings.model_validate(dict(settings))
+    except ValidationError as error:
+        raise SettingsError(few(map(_explain, error.errors()), _EXPLAINED, "; ")) from None
+
+
+def completed(settings: Tree) -> Tree:
+    """The settings of a run, perhaps of an earlier version, with the defaults of keys that this version has added."""
+    return check_settings(settings).model_dump(mode="json")
+
+
+# Words of an experiment file, where pydantic uses Python's.
+_EXPECTED = {
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "string_pattern_mismatch": "one line without control characters",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "greater_than": "a number above {gt:.10g}",
+    "greater_than_equal": "at least {ge:.10g}",
+    "less_than": "a number below {lt:.10g}",
+    "less_than_equal": "at most {le:.10g}",
+}
+
+
+def _explain(details: ErrorDetails) -> str:
+    # Pydantic adds the kind of a partition, and the form of a value (`<share>`), to the path; they aren't in the file.
+    parts = [str(part) for part in details["loc"]]
+    key = ".".join(
+        part
+        for i, part in enumerate(parts)
+        if part not in ("<share>", "<value>") and "partition" not in parts[i - 1 : i]
+    )
+    found, kind, value = details["input"], details["type"], shorten(repr(details["input"]), 200)
+    if kind == "extra_forbidden":
+        elsewhere = [f"{name}.{parts[-1]}" for name in Settings.model_fields if parts[-1] in _section([name])]
+        hint = f"did you mean {' or '.join(elsewhere)}? " if elsewhere and len(parts) == 1 else ""
+        return f"unknown key {key!r} (= {value}); {hint or did_you_mean(parts[-1], _section(parts[:-1]))}".rstrip()
+    if kind == "missing":
+        return f"{key!r} is missing"
+    if kind.startswith("union_tag"):  # of a partition
+        given = found if isinstance(found, Mapping) else {"kind": found}
+        name, options = given.get("kind"), given.keys() - {"kind"}
+        wrong = (
+            f".kind={name!r} is not a partition"
+            if name or not options
+            else f" has {', '.join(sorted(options))} without kind"
+        )
+        kinds = [kind for kind, section in KINDS.items() if name or options <= section.model_fields.keys()]
+        return f"{key}{wrong}; {did_you_mean(str(name), kinds or KINDS)}, or {OWN} for your own"
+    if kind == "value_error":
+        error = details["ctx"]["error"]
+        return f"{key + ': ' if key and not isinstance(error, SettingsError) else ''}{error}"
+    expected = _EXPECTED.get(kind, "").format(**details.get("ctx", {}))
+    return f"{key} is {value}: expected {expected or details['msg'].removeprefix('Input should be ')}"
+
+
+_FORMS: dict[str, type[BaseModel]] = {**KINDS, OWN: OwnOptions, "<share>": HeldOut}  # of values, by their tags
+
+
+def _section(path: Sequence[str]) -> list[str]:
+    """The known keys of the section at `path`."""
+    model: type[BaseModel] = Settings
+    for part in path:
+        if part in _FORMS:
+            model = _FORMS[part]
+        elif part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+            model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else model
+    extra = KEYS_OF_A_FILE if model is Settings else ()
+    return [*(name for name in model.model_fields if model is not Settings or name not in DERIVED), *extra]

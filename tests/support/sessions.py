@@ -13,13 +13,13 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.file.problems import completed
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.registry import STRATEGIES
 from fedbn_flwr.experiment.run.loop import run_one
+from fedbn_flwr.experiment.settings import completed
 from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.strategies import MeanStatistics, Rule

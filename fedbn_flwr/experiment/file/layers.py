@@ -6,9 +6,8 @@ import functools
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 
 from fedbn_flwr.errors import SettingsError, did_you_mean, locate_errors
@@ -17,20 +16,28 @@ from fedbn_flwr.trees import Draft, Tree, flat_settings
 from fedbn_flwr.yaml_text import parse_yaml
 
 from ..registry import personalises
-from ..settings import DERIVED, PAPER, Cell, Experiment, Layer, Settings, of_catalogue, strategy_name
+from ..settings import (
+    DERIVED,
+    PAPER,
+    Cell,
+    Experiment,
+    Layer,
+    Settings,
+    check_settings,
+    of_catalogue,
+    strategy_name,
+)
 from .content import KEYS_OF_A_FILE, check_mapping, merge, nested, put, read_content, without, write_out
 from .expansion import (
     LISTS,
     MOST,
     VALIDATION,
-    Lists,
     at,
     cells_of,
     changes_of_size,
     lists_of,
     values_in_words,
 )
-from .problems import check_settings
 
 COMMAND_LINE = "command line"
 
@@ -52,112 +59,93 @@ def merge_layers(layers: Iterable[Layer]) -> Draft:
 
 def read_experiment(content: object, overrides: Tree = MappingProxyType({}), *, name: str = "experiment") -> Experiment:
     """Check a parsed file with the changes of a caller or a command line, and expand it into its runs."""
-    file = _File.of(write_out(check_mapping(content, name)), overrides, name)
+    file, changes = write_out(check_mapping(content, name)), dict(overrides)
+    size, only = str(changes.pop("size", PAPER)), changes.pop("only", None)
+    rows, of_size = _rows(file, changes, size, name)
+    is_seeded = any(layer.settings.get("seeds") for row in rows for layer in row.cells[0][1])
+    defaults, compared = _defaults(rows), {key for row in rows for key in flat_settings(row.own)} - {"seed", "seeds"}
     runs: list[Settings] = []
     origins: dict[str, Sequence[Layer]] = {}
-    for row in file.chosen:
-        for cell, layers in file.cells(row):
-            runs += file.runs(row, cell, layers)
+    for row in _select(rows, of_size if only is None else only, name):
+        for cell, own in row.cells:
+            layers = [*defaults(own), *own]
+            runs += _runs_of(name, row.label, cell, layers, compared)
             origins[runs[-1].label] = [Layer("data set", {"data": of_catalogue(runs[-1].data.name)}), *layers]
             if len(runs) > MOST:
                 raise SettingsError(f"{name}: more than {MOST:,} runs; shorten the lists of sweep and tune, or seeds")
-    if overrides or file.size != PAPER:
+    if overrides or size != PAPER:
         _check_different(runs, name)
-    return Experiment(runs[0].name, tuple(runs), str(file.content.get("description", "")), file.is_seeded, origins)
+    return Experiment(runs[0].name, tuple(runs), str(file.get("description", "")), is_seeded, origins)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One of the `runs` of an experiment."""
+    """One of the `runs` of an experiment, and the layers of each of its cells."""
 
     label: str
-    number: int
-    layers: Sequence[Layer]  # the file, and what differs from the other rows
-    of_size: Tree
-    lists: Lists
+    own: Tree  # its changes to the file
+    cells: Sequence[tuple[Cell, Sequence[Layer]]]
 
 
-@dataclass(frozen=True)
-class _File:
-    """An experiment's file and the changes of its caller, as its runs need them."""
+def _rows(content: Tree, changes: Tree, size: str, name: str) -> tuple[list[_Row], object]:
+    """The rows of a file after the changes of a size and of the caller, and the `only` of the size."""
+    for key in changes.keys() & {"runs", "sizes", "extends"}:
+        raise SettingsError(
+            f"{name}: an override cannot change {key} (= {changes[key]!r}); only=LABEL selects from the runs, "
+            "size=NAME one of the sizes"
+        )
+    if isinstance(cell := content.get("cell"), Mapping) and changes.keys() - {"seed"}:
+        content = {**without(content, "cell"), "label": cell.get("row", "")}  # settings of another run, now changed
+    variants = content.get("runs") or {"": {}}
+    if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
+        raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
+    places = {f"{name}, run {label!r}" if label else name: variant or {} for label, variant in variants.items()}
+    of_size, *of_runs = changes_of_size(size, [(name, content), *places.items()], name)
+    only = of_size.pop("only", None)
+    file = Layer("file", {"name": name, **without(content, *(KEYS_OF_A_FILE.keys() - {"seeds"}))})
+    rows: list[_Row] = []
+    for label, (where, variant), of_run in zip(variants, places.items(), of_runs, strict=True):
+        own, resized = without(variant, *LISTS, "sizes"), merge(of_size, of_run)
+        resized |= {} if size == PAPER else {"size": size}
+        lists = lists_of(where, own, content, variant, resized, changes)
+        last = Layer(f"size {size}", without(resized, *LISTS)), Layer(COMMAND_LINE, without(changes, *LISTS))
+        first = file, Layer(f"run {label}", own)
+        cells = itertools.islice(cells_of(label, len(rows), lists, merge_layers(last)), MOST + 1)
+        listed = [(cell, [Layer(kind, nested(getattr(cell, kind))) for kind in LISTS]) for cell in cells]
+        rows.append(_Row(label, own, [(cell, [*first, *layers, *last]) for cell, layers in listed]))
+    return rows, only
 
-    name: str
-    content: Tree
-    changes: Tree  # of the caller, without `size` and `only`
-    size: str
-    of_size: Tree
-    rows: Mapping[str, _Row]
-    chosen: Sequence[_Row]  # by `only`
 
-    @classmethod
-    def of(cls, content: Tree, overrides: Tree, name: str) -> _File:
-        changes = dict(overrides)
-        for key in ("runs", "sizes", "extends"):
-            if key in changes:
-                raise SettingsError(
-                    f"{name}: an override cannot change {key} (= {changes[key]!r}); only=LABEL selects from the runs, "
-                    "size=NAME one of the sizes"
-                )
-        size, only = str(changes.pop("size", PAPER)), changes.pop("only", None)
-        if isinstance(cell := content.get("cell"), Mapping) and changes.keys() - {"seed"}:
-            content = {**without(content, "cell"), "label": cell.get("row", "")}  # settings of another run, now changed
-        variants = content.get("runs") or {"": {}}
-        if not isinstance(variants, Mapping) or not all(isinstance(v, Mapping | None) for v in variants.values()):
-            raise SettingsError(f"{name}: runs must map a label to changes, for instance FedAvg: {{rounds: 3}}")
-        places = {f"{name}, run {label!r}" if label else name: variant or {} for label, variant in variants.items()}
-        of_size, *of_runs = changes_of_size(size, [(name, content), *places.items()], name)
-        only = of_size.pop("only", None) if only is None else only
-        file = Layer("file", {"name": name, **without(content, *(KEYS_OF_A_FILE.keys() - {"seeds"}))})
-        rows: dict[str, _Row] = {}
-        for number, (label, (where, variant), of_run) in enumerate(zip(variants, places.items(), of_runs, strict=True)):
-            own, resized = without(variant, *LISTS, "sizes"), merge(of_size, of_run)
-            lists = lists_of(where, own, content, variant, resized, changes)
-            layers = file, Layer(f"run {label}", own)
-            rows[label] = _Row(label, number, layers, without(resized, *LISTS), lists)
-        chosen = [*rows.values()] if only is None else _select(rows, only, name)
-        return cls(name, content, without(changes, *LISTS), size, of_size, rows, chosen)
+def _defaults(rows: Sequence[_Row]) -> Callable[[Sequence[Layer]], list[Layer]]:
+    """Decide from all rows how clients evaluate; a function that returns the layers below a cell's.
 
-    @cached_property
-    def compared(self) -> set[str]:
-        """The keys in which rows differ."""
-        keys = {key for row in self.rows.values() for key in flat_settings(row.layers[-1].settings)}
-        return keys - {"seed", "seeds"}
+    If a strategy of the experiment personalises, clients evaluate in all runs, so that a table compares like with like,
+    and if values are tuned, all train on the same examples; also if only some of the runs are carried out now (`only`).
+    """
 
-    @property
-    def is_seeded(self) -> bool:
-        of_rows = ({**row.layers[-1].settings, **row.of_size} for row in self.rows.values())
-        given = [self.content, self.of_size, *of_rows]
-        return self.changes.get("seeds") is not None or any("seeds" in settings for settings in given)
+    def strategy(layers: Sequence[Layer]) -> Tree:
+        spec = at(merge_layers(layers), "strategy")
+        return {"name": "FedAvg", **(spec if isinstance(spec, Mapping) else {})}
 
-    @cached_property
-    def defaults(self) -> Callable[[Sequence[Layer]], list[Layer]]:
-        """The layers below the layers of a cell: how its clients evaluate depends on all rows."""
-        # All rows train on the same examples, even those without candidates.
-        is_tuned = any(row.lists["tune"] for row in self.rows.values())
-        validation = Layer("default", {"evaluate": {"validation": VALIDATION}} if is_tuned else {})
-        cells = (itertools.islice(self._planned(row), MOST) for row in self.rows.values())
-        evaluation = _evaluation(layers for _, layers in itertools.chain.from_iterable(cells))
-        return lambda layers: [validation, *evaluation(layers)]
+    cells = [each for row in rows for each in row.cells]
+    validation = {"evaluate": {"validation": VALIDATION}} if any(cell.tune for cell, _ in cells) else {}
+    specs = {repr(spec): spec for spec in (strategy(layers) for _, layers in cells)}
+    personal = {key: spec for key, spec in specs.items() if personalises(spec)}
+    origin = "".join(f"default, as {strategy_name(spec)} personalises" for spec in [*personal.values()][:1])
 
-    def cells(self, row: _Row) -> Iterator[tuple[Cell, list[Layer]]]:
-        """The cells of a row, each with all layers that give its settings."""
-        for cell, layers in self._planned(row):
-            yield cell, [*self.defaults(layers), *layers]
+    def below(layers: Sequence[Layer]) -> list[Layer]:
+        clients = repr(strategy(layers)) in personal or "own"
+        evaluation = [Layer(origin, {"evaluate": {"clients": clients}})] if personal else []
+        return [Layer("default", validation), *evaluation]
 
-    def _planned(self, row: _Row) -> Iterator[tuple[Cell, list[Layer]]]:
-        for cell in cells_of(row.label, row.number, row.lists, merge(row.of_size, self.changes)):
-            lists = (Layer(kind, nested(getattr(cell, kind))) for kind in LISTS)
-            last = Layer(f"size {self.size}", row.of_size), Layer(COMMAND_LINE, self.changes)
-            yield cell, [*row.layers, *lists, *last]
+    return below
 
-    def runs(self, row: _Row, cell: Cell, layers: Sequence[Layer]) -> list[Settings]:
-        """A run of the cell for each seed."""
-        label = ", ".join([*filter(None, [row.label]), *values_in_words(cell)])
-        with locate_errors(f"{self.name}, run {label!r}" if label else self.name):
-            settings = _settings_of(row, cell, layers, self.compared)
-            if self.size != PAPER:
-                settings["size"] = self.size
-            return _for_each_seed(settings)
+
+def _runs_of(name: str, row: str, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> list[Settings]:
+    """A run of a cell for each seed."""
+    label = ", ".join([*filter(None, [row]), *values_in_words(cell)])
+    with locate_errors(f"{name}, run {label!r}" if label else name):
+        return _for_each_seed(_settings_of(row, cell, layers, compared))
 
 
 def _for_each_seed(settings: Draft) -> list[Settings]:
@@ -171,29 +159,7 @@ def _for_each_seed(settings: Draft) -> list[Settings]:
     return [check_settings({**settings, "seed": seed}) for seed in seeds or [settings["seed"]]]
 
 
-def _evaluation(cells: Iterable[Sequence[Layer]]) -> Callable[[Sequence[Layer]], list[Layer]]:
-    """Decide from the layers of all runs whether clients evaluate; a function that returns a layer for each of them.
-
-    If a strategy of the experiment personalises, clients do in all runs, so that a table compares like with like; also
-    if only some of the runs are carried out now (`only`).
-    """
-
-    def strategy(layers: Sequence[Layer]) -> Tree:
-        spec = at(merge_layers(layers), "strategy")
-        return {"name": "FedAvg", **(spec if isinstance(spec, Mapping) else {})}
-
-    specs = {repr(spec): spec for spec in map(strategy, cells)}
-    personal = {key: spec for key, spec in specs.items() if personalises(spec)}
-    origin = "".join(f"default, as {strategy_name(spec)} personalises" for spec in [*personal.values()][:1])
-
-    def layer(layers: Sequence[Layer]) -> list[Layer]:
-        clients = repr(strategy(layers)) in personal or "own"
-        return [Layer(origin, {"evaluate": {"clients": clients}})] if personal else []
-
-    return layer
-
-
-def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> Draft:
+def _settings_of(row: str, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> Draft:
     """The settings of a cell, with its place and its label, which names compared settings that an override changes."""
     settings = merge_layers(layers)
     if cell.tune and at(settings, "evaluate.validation") == 0:
@@ -202,10 +168,10 @@ def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Colle
             f"training examples; leave it out for {VALIDATION}"
         )
     spec = settings.get("strategy")
-    label = row.label or str(settings.get("label") or strategy_name(spec if isinstance(spec, Mapping) else {}))
+    label = row or str(settings.get("label") or strategy_name(spec if isinstance(spec, Mapping) else {}))
     if cell.values or "cell" not in settings:  # another run's settings keep their place
         # Candidates of tune are compared within a row, so a strategy that is a candidate does not name it.
-        own = row.label if any(key.partition(".")[0] == "strategy" for key in cell.values) else label
+        own = row if any(key.partition(".")[0] == "strategy" for key in cell.values) else label
         settings["cell"] = cell.model_copy(update={"row": own}).model_dump()
     planned, found = (flat_settings(layer) for layer in (merge_layers(layers[:-1]), settings))
     changed = [key for key in sorted(compared) if found.get(key) != planned.get(key)]
@@ -213,14 +179,15 @@ def _settings_of(row: _Row, cell: Cell, layers: Sequence[Layer], compared: Colle
     return {**settings, "label": ", ".join([label, *values_in_words(cell), *more])}
 
 
-def _select(known: Mapping[str, _Row], only: object, name: str) -> list[_Row]:
-    """The rows that `only` names, which is a label or a list of labels, in the order of the file."""
-    labels = [str(label) for label in (only if isinstance(only, list) else [only])]
+def _select(rows: Sequence[_Row], only: object, name: str) -> Sequence[_Row]:
+    """The rows that `only` names, which is a label or a list of labels, in the order of the file; all if it is None."""
+    known = [row.label for row in rows]
+    labels = known if only is None else [str(label) for label in (only if isinstance(only, list) else [only])]
     if (unknown := [label for label in labels if label not in known]) or not labels:
         wrong = ", ".join(unknown)
         hint = did_you_mean(wrong, known) if any(known) else "it has no runs to select from"
         raise SettingsError(f"only={wrong!r} is not a label of {name}; {hint}")
-    return [row for label, row in known.items() if label in labels]
+    return [row for row in rows if row.label in labels]
 
 
 def _check_different(runs: Sequence[Settings], name: str) -> None:

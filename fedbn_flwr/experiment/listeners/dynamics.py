@@ -54,17 +54,17 @@ class Dynamics(Listener):
             for key, own in found.items():
                 self._windows.setdefault(key, Window(own)).add(own)
             if finished.is_evaluated:
-                clients = {key: named(own, now, DEVIATION) for key, own in found.items()}
+                clients = {key: by_layer(own, now, DEVIATION) for key, own in found.items()}
                 for key, layers in clients.items() if self._is_whole else ():
                     for layer, metrics in layers.items():
                         metrics |= self._windows[key].spreads(layer, now[layer][1])
-                line = {"round": finished.number, "layers": named(before, now, DRIFT), "clients": clients}
+                line = {"round": finished.number, "layers": by_layer(before, now, DRIFT), "clients": clients}
                 running.folder.add_line("norms.jsonl", line)
                 self._windows, self._is_whole = {}, True
         return replace(finished, replies=())
 
 
-def named(found: Statistics, overall: Statistics, names: Sequence[str]) -> dict[str, dict[str, float]]:
+def by_layer(found: Statistics, overall: Statistics, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """Mean distance, variance distance and variance ratio, or the first of them, under these names, by layer."""
     return {
         layer: {name: _short(value) for name, value in zip(names, values, strict=False)}

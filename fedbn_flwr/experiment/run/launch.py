@@ -38,12 +38,11 @@ from fedbn_flwr.trees import Tree
 
 from ..data import examples_of
 from ..file.layers import from_run_config
-from ..file.problems import completed
 from ..listeners.progress import Progress, Reporter
 from ..node import ClientMaker
 from ..parts import Parts
 from ..prepare import prepare
-from ..settings import Experiment
+from ..settings import Experiment, completed
 from .at_once import clients_at_once
 from .loop import run_one
 from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of

@@ -274,7 +274,7 @@ def check_data(experiment: Experiment | None, node: Config) -> Iterator[Check]:
 def _data_of_run(run: Settings, node: Config) -> Iterator[Check]:
     run = run.model_copy(update={"engine": run.engine.model_copy(update={"device": "cpu"})})
     parts = ClientParts.of(run, Context(run_id=0, node_id=0, node_config=dict(node), state=RecordDict(), run_config={}))
-    dataset, (train, test) = parts.dataset, parts.part
+    dataset, (train, test) = parts.dataset, parts.rows
     splits, where = (dataset.train.select(train), dataset.test.select(test)), node.get("data-path", run.data.name)
     yield Check("data", "ok", f"{where}: {describe(dataset, *splits, run.data.ranges)}")
     for found, cure in doubts(dataset, *splits, is_own="data-path" in node):

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.commands import simulation
 from fedbn_flwr.commands.common import parse_pairs
+from fedbn_flwr.engines import flower_app
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder.writer import RunFolder
@@ -110,9 +112,21 @@ def test_out_of_another_flower_app_is_its_own(
     assert json.loads((run.path / "summary.json").read_text())["status"] == "running", "it is not written to"
 
 
-@pytest.mark.parametrize("given", ["pairs", "a file"])
+@pytest.mark.parametrize(
+    ("given", "options", "module"),
+    [
+        ("pairs", [], simulation),
+        ("a file", [], simulation),
+        ("pairs", ["--engine", "local", "--workers", "2"], flower_app),
+    ],
+)
 def test_the_command_that_continues_a_flower_run_resumes_it(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: str,
+    options: list[str],
+    module: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Flower takes pairs or one TOML file, not both."""
     out, file = tmp_path / "it's out", tmp_path / "config.toml"
@@ -120,12 +134,12 @@ def test_the_command_that_continues_a_flower_run_resumes_it(
     text = 'extends: quick  # it\'s "quick", \\\\ and \U0001f600\n' if given == "a file" else "quick"
     file.write_text(f"experiment = '''{text}'''\nset = \"clients=4\"\nout = \"{out}\"\n", encoding="utf-8")
 
-    def stopped(*_: object) -> None:
+    def stopped(*_: object, **__: object) -> None:
         write_run(out / "FixBN", "FixBN", status="running", config={"rounds": 10})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(simulation, "run_app", stopped)
-    words = ["flwr", "run", str(ROOT), "--run-config", pairs if given == "pairs" else str(file)]
+    monkeypatch.setattr(module, "run_app", stopped)
+    words = ["flwr", "run", str(ROOT), *options, "--run-config", pairs if given == "pairs" else str(file)]
     assert cli.main(words) == 130
     shown = shlex.split(capsys.readouterr().err.partition("continue with: ")[2].splitlines()[0])
     assert shown[:-1] == ["fedbn", *words[:-1]]

@@ -17,8 +17,7 @@ from torch import nn
 
 from fedbn_flwr import Result, Results, Settings, cli, run, run_all
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.file.content import KEYS_OF_A_FILE
-from fedbn_flwr.experiment.settings import Changes, Data, Engine, Model, Train
+from fedbn_flwr.experiment.settings import Data, Engine, Model, Train
 from tests.support.command import ROOT, python
 from tests.support.images import write_splits
 
@@ -30,11 +29,6 @@ class Net(nn.Sequential):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(nn.Flatten(), nn.Linear(64, num_classes), nn.BatchNorm1d(num_classes))
-
-
-def test_the_signature_has_all_settings() -> None:
-    elsewhere = {"cell", "extends", "sizes"}  # they describe a file
-    assert Changes.__annotations__.keys() == (Settings.model_fields.keys() | KEYS_OF_A_FILE.keys()) - elsewhere
 
 
 def test_run_does_what_the_command_does(tmp_path: Path) -> None:

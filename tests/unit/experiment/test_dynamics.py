@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from fedbn_flwr.experiment.listeners.dynamics import DEVIATION, DRIFT, Window, named
+from fedbn_flwr.experiment.listeners.dynamics import DEVIATION, DRIFT, Window, by_layer
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.norms.distances import EPS, statistics_in
 
@@ -44,7 +44,7 @@ def differences(one: Arrays, other: Arrays, scale: Arrays, layer: str) -> tuple[
 
 
 def compared(one: Arrays, other: Arrays, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    return named(statistics_in(one), statistics_in(other), names)
+    return by_layer(statistics_in(one), statistics_in(other), names)
 
 
 def test_drift_is_the_twins() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -83,15 +82,6 @@ def test_a_lower_rate_after_the_freeze_costs_fixbn_two_points_on_the_page_of_exp
         carry_out(load_experiment(text, ["only=FixBN", "engine.device=cpu", *changes]), tmp_path / name, resume=False)
     kept, lower = (Results.read(tmp_path / name)[0].summary.accuracy or 0 for name in ("kept", "lower"))
     assert 0.01 < kept - lower < 0.04
-
-
-def test_sweeps_counts_the_trainings_of_its_experiment() -> None:
-    (text,) = (text for guide, kind, text in BLOCKS if (guide, kind) == ("sweeps", "yaml"))
-    runs = Counter(run.cell.row for run in load_experiment(text).runs)
-    page = " ".join((ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8").split())
-    assert f"FedAvg+BN trains {runs['FedAvg+BN']} times (two values" in page
-    assert f"all runs together {runs.total()} times" in page
-    assert runs == {"FedAvg+BN": 2 * 2 * 3, "FixBN": 2 * 3 * 3, "Centralised": 2 * 3}, "values, rates and seeds"
 
 
 def test_watching_shows_the_figures_that_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

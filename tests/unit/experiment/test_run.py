@@ -98,7 +98,7 @@ def test_the_server_has_no_model_while_clients_train(tmp_path: Path, monkeypatch
     train_round = experiment_loop.train_round
 
     def watched(running: Running, *arguments: Any) -> FinishedRound:
-        left.append(running.prepared._model)
+        left.append(vars(running.prepared).get("model"))
         return train_round(running, *arguments)
 
     monkeypatch.setattr(experiment_loop, "train_round", watched)
