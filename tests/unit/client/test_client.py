@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,29 +55,14 @@ def counters(arrays: dict[str, np.ndarray]) -> list[int]:
 # --- a NumPyClient -----------------------------------------------------------
 
 
-def test_it_is_a_numpy_client(federation: Federations) -> None:
-    fed = federation(batches=2)
-    client = BNClient(copy.deepcopy(fed.model), fed.data[0], fed.data[1], lr=0.1)
-    assert isinstance(client, NumPyClient)
-    parameters = client.get_parameters({})
-    assert len(parameters) == 7, "conv, gamma, beta, mean, variance, weight and bias; no counter"
-    result, num_examples, metrics = client.fit(parameters, {"server-round": 1})
-    assert num_examples == 8
-    assert metrics["train-loss"] > 0
-    assert [array.shape for array in result] == [array.shape for array in parameters]
-    assert not any(map(np.array_equal, result, parameters))
-    loss, num_examples, metrics = client.evaluate(result, {})
-    assert num_examples == 12
-    assert loss > 0
-    assert 0 <= metrics["accuracy"] <= 1
-
-
-def test_fit_equals_sgd_by_hand(federation: Federations) -> None:
+def test_fit_and_evaluate_equal_sgd_by_hand(federation: Federations) -> None:
     fed = federation()
     twin = copy.deepcopy(fed.model).train()
     how: dict[str, Any] = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.01}
-    client = BNClient(copy.deepcopy(fed.model), fed.data[0], epochs=2, channels_last=False, **how)
-    result, _, _ = client.fit(client.get_parameters({}), {})
+    client = BNClient(copy.deepcopy(fed.model), fed.data[0], fed.data[1], epochs=2, channels_last=False, **how)
+    assert isinstance(client, NumPyClient)
+    result, num_examples, metrics = client.fit(client.get_parameters({}), {})
+    assert (num_examples, [*metrics]) == (8, ["train-loss"])
     optimizer = torch.optim.SGD(twin.parameters(), **how)
     for inputs, targets in fed.data[0].batches * 2:
         optimizer.zero_grad()
@@ -85,6 +70,11 @@ def test_fit_equals_sgd_by_hand(federation: Federations) -> None:
         optimizer.step()
     state = {key: value for key, value in twin.state_dict().items() if not key.endswith("num_batches_tracked")}
     near(state, dict(zip(state, result, strict=True)))
+    inputs, targets = map(torch.cat, zip(*fed.data[1].batches, strict=True))
+    logits = twin.eval()(inputs)
+    loss, num_examples, metrics = client.evaluate(result, {})
+    assert (num_examples, metrics["accuracy"]) == (12, float((logits.argmax(1) == targets).double().mean()))
+    assert loss == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
 
 
 def test_what_it_returned_does_not_change_as_it_trains_on(federation: Federations) -> None:
@@ -96,18 +86,11 @@ def test_what_it_returned_does_not_change_as_it_trains_on(federation: Federation
     assert all(map(np.array_equal, first, before))
 
 
-def test_positions_may_include_the_counters(federation: Federations) -> None:
+def test_arrays_by_position_may_include_the_counters_and_must_be_as_many(federation: Federations) -> None:
     fed = federation()
     client = BNClient(copy.deepcopy(fed.model), fed.data[0])
-    state = [value.numpy().copy() for value in fed.model.state_dict().values()]
-    result, _, _ = client.fit(state, {})
-    assert len(result) == 8
-    assert result[5] == 2, "two batches later"
-
-
-def test_a_wrong_number_of_arrays_is_refused(federation: Federations) -> None:
-    fed = federation()
-    client = BNClient(copy.deepcopy(fed.model), fed.data[0])
+    result, _, _ = client.fit([value.numpy().copy() for value in fed.model.state_dict().values()], {})
+    assert (len(result), result[5]) == (8, 2), "two batches later"
     with pytest.raises(MessageError, match="received 3 arrays, the model has 7"):
         client.fit(client.get_parameters({})[:3], {})
 
@@ -156,34 +139,6 @@ def test_learning_rate_may_be_a_function_of_the_round(federation: Federations) -
     after, _, _ = client.fit(before, {"server-round": 5})
     assert asked == [5]
     np.testing.assert_array_equal(after[0], before[0])
-
-
-def test_a_data_loader_that_shuffles_is_a_function_of_seed_and_round(federation: Federations) -> None:
-    fed = federation(batches=1)
-    inputs, targets = fed.data[0].batches[0]
-
-    def fit(server_round: int, seed: int = 0) -> list[np.ndarray]:
-        torch.manual_seed(np.random.default_rng().integers(2**31))
-        loader = DataLoader(TensorDataset(inputs, targets), batch_size=3, shuffle=True)
-        client = BNClient(copy.deepcopy(fed.model), loader, seed=seed)
-        result, num_examples, _ = client.fit(client.get_parameters({}), {"server-round": server_round})
-        assert num_examples == 8
-        return result
-
-    first = fit(1)
-    assert all(np.array_equal(a, b) for a, b in zip(first, fit(1), strict=True))
-    assert not np.array_equal(first[0], fit(2)[0])
-    assert not np.array_equal(first[0], fit(1, seed=1)[0])
-
-
-def test_training_does_not_change_the_global_generator(federation: Federations) -> None:
-    fed = federation()
-    client = BNClient(nn.Sequential(nn.Dropout(0.5), copy.deepcopy(fed.model)), fed.data[0])
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    client.fit(client.get_parameters({}), {})
-    assert torch.rand(2).equal(expected)
 
 
 # --- through client_app ------------------------------------------------------
@@ -245,40 +200,27 @@ def test_a_query_makes_a_client_only_where_it_asks_for_readiness() -> None:
     assert "/srv/data" in reply.error.reason
 
 
-@pytest.mark.parametrize("kind", [lambda batch: [batch], lambda batch: DataLoader(TensorDataset(*batch), batch_size=4)])
-def test_a_list_of_batches_and_a_data_loader_serve_and_know_their_examples(federation: Federations, kind: Any) -> None:
-    fed = federation(batches=1)
-    data, arrays = kind(fed.data[0].batches[0]), fed.arrays()
-    app = client_app(lambda context: BNClient(copy.deepcopy(fed.model), data, data, context=context))
-    replies = ask(fed.grid(app), message(1, arrays), message(1, arrays, "evaluate"))
-    assert [reply.content["metrics"]["num-examples"] for reply in replies] == [8, 8]
-
-
-def test_make_client_with_two_parameters_is_given_the_config(federation: Federations) -> None:
-    fed = federation()
-    app = failing(fed, lambda client, config: config["server-round"] == 2, OSError("it is the second round"))
-    first, second = ask(fed.grid(app), message(1, fed.arrays()), message(1, fed.arrays(), server_round=2))
-    assert not first.has_error()
-    assert "it is the second round" in reason(second)
-
-
 # --- refusals ----------------------------------------------------------------
 
 
-def test_an_unknown_key_of_ours_is_refused_and_named(federation: Federations) -> None:
+@pytest.mark.parametrize(
+    ("kind", "config", "words"),
+    [
+        *(
+            (kind, {"fedbn_freze": "statistics"}, "asks for 'fedbn.freze' (= 'statistics') .*mean 'fedbn.freeze'?")
+            for kind in ("train", "evaluate")
+        ),
+        ("train", {"fedbn_freeze": "statistics,weights"}, "fedbn.freeze names 'weights'; known: affine, statistics"),
+        ("train", {"fedbn_freeze": "statistic"}, "did you mean 'statistics'?"),
+    ],
+)
+def test_keys_and_roles_that_are_unknown_are_named(
+    federation: Federations, kind: str, config: dict[str, str], words: str
+) -> None:
     fed = federation()
-    for kind in ("train", "evaluate"):
-        (reply,) = ask(fed.grid(), message(1, fed.arrays(), kind, fedbn_freze="statistics"))
-        assert "asks for 'fedbn.freze' (= 'statistics')" in reason(reply)
-        assert "did you mean 'fedbn.freeze'?" in reason(reply)
-
-
-def test_a_role_that_cannot_be_frozen_is_named(federation: Federations) -> None:
-    fed = federation()
-    (reply,) = ask(fed.grid(), message(1, fed.arrays(), fedbn_freeze="statistics,weights"))
-    assert "fedbn.freeze names 'weights'; known: affine, statistics" in " ".join(reason(reply).split())
-    (reply,) = ask(fed.grid(), message(1, fed.arrays(), fedbn_freeze="statistic"))
-    assert "did you mean 'statistics'?" in reason(reply)
+    (reply,) = ask(fed.grid(), message(1, fed.arrays(), kind, **config))
+    found = " ".join(reason(reply).split())
+    assert all(part in found for part in words.split(" .*")), found
 
 
 def changed(arrays: ArrayRecord, **changes: np.ndarray | None) -> ArrayRecord:
@@ -330,6 +272,8 @@ def test_every_error_becomes_a_reply_that_names_the_partition(federation: Federa
     good, bad = ask(fed.grid(app), message(1, arrays), message(2, arrays))
     assert not good.has_error()
     assert f"client 1 could not train: {type(error).__name__}: {error}" in reason(bad)
+    (exits,) = ask(federation(loss=lambda logits, targets: sys.exit(3)).grid(), message(1, arrays))
+    assert "client 0 could not train: SystemExit: 3" in reason(exits), "while it trains"
 
 
 def test_an_error_in_code_of_the_user_names_file_and_line(
@@ -364,42 +308,34 @@ def test_an_error_in_code_of_the_user_names_file_and_line(
     assert "test_client.py" not in reason(reply), "an error of this project says what to change"
 
 
-def test_a_client_that_exits_while_it_trains_becomes_a_reply(federation: Federations) -> None:
-    fed = federation(loss=lambda logits, targets: sys.exit(3))
-    (reply,) = ask(fed.grid(), message(1, fed.arrays()))
-    assert "client 0 could not train: SystemExit: 3" in reason(reply)
-
-
 # --- the node's state --------------------------------------------------------
 
 
-def test_counters_stay_local_and_survive_between_messages(federation: Federations) -> None:
+@pytest.mark.parametrize(
+    ("messages", "counters"),
+    [
+        ([(1, "train", None)] * 3 + [(2, "train", None)], (2, 4, 6, 2)),
+        ([(1, "train", name) for name in "aaba"], (2, 4, 2, 2)),
+        ([(1, "train", "a"), (1, "evaluate", None), (1, "train", "a")], (2, 2, 4)),
+    ],
+    ids=["two nodes", "two runs", "an evaluation that names no run"],
+)
+def test_counters_stay_on_their_node_for_a_run(
+    federation: Federations, messages: list[tuple[int, str, str | None]], counters: tuple[int, ...]
+) -> None:
+    """Each message makes a new client. Flower's start() takes a config for evaluation, too, which may be empty."""
     fed = federation(batches=2)
-    arrays = fed.arrays()
-    assert not counters(unpack(arrays))
     app, clients = replaced(fed)
     grid = fed.grid(app)
-    for expected in (2, 4, 6):  # a new client each time, and the node's counter continues
-        ask(grid, message(1, arrays))
-        assert int(clients[1].model[1].num_batches_tracked) == expected
-    ask(grid, message(2, arrays))
-    assert int(clients[2].model[1].num_batches_tracked) == 2, "another node has its own"
-
-
-def test_another_run_begins_empty(federation: Federations) -> None:
-    fed = federation(batches=2)
-    app, clients = replaced(fed)
-    grid = fed.grid(app)
-    for name, expected in (("a", 2), ("a", 4), ("b", 2), ("a", 2)):
-        ask(grid, message(1, fed.arrays(), fedbn_run=name))
-        assert int(clients[1].model[1].num_batches_tracked) == expected
+    for (node, kind, run), expected in zip(messages, counters, strict=True):
+        ask(grid, message(node, fed.arrays(), kind, **({"fedbn_run": run} if run else {})))
+        assert int(clients[node].model[1].num_batches_tracked) == expected
 
 
 def test_a_model_that_is_kept_for_the_next_run_begins_anew(federation: Federations) -> None:
     """It has the batch norm of the first run, which the server does not send."""
     fed = federation(batches=2)
-    shared = pack({key: value for key, value in unpack(fed.arrays()).items() if "running" not in key})
-    model, found = copy.deepcopy(fed.model), []
+    shared, model, found = without_statistics(fed.arrays()), copy.deepcopy(fed.model), []
     grid = LocalGrid(client_app(lambda context: BNClient(model, fed.data[0], lr=0.1, context=context)), 1)
     for name in ("a", "a", "b"):
         (reply,) = ask(grid, message(1, shared, fedbn_run=name, fedbn_kept="statistics", fedbn_return=True))
@@ -421,54 +357,38 @@ def test_a_server_s_model_without_the_client_s_batch_norm_is_refused(federation:
         assert not ask(fed.grid(), message(1, converted, **config))[0].has_error()
 
 
-@pytest.mark.parametrize("kept", ["batch norm", "momentum"])
-def test_a_client_that_diverges_keeps_its_state_of_before_the_round(federation: Federations, kept: str) -> None:
-    fed = federation(batches=2)
-    bad = [(torch.full_like(inputs, torch.nan), targets) for inputs, targets in fed.data[0].epoch(1, 0)]
-    arrays, options = unpack(fed.arrays()), {"lr": 0.1}
-    if kept == "batch norm":
-        arrays = {key: value for key, value in arrays.items() if not key.startswith("1.")}
-    else:
-        options |= {"momentum": 0.9, "keep_momentum": True}
-
-    def make(context: Context, config: Any) -> BNClient:
-        data = bad if config["server-round"] == spoiled else fed.data[0]
-        return BNClient(copy.deepcopy(fed.model), data, context=context, **options)
-
-    found = []
-    for spoiled in (2, 0):
-        grid = LocalGrid(client_app(make), 1)
-        rounds = (1, 2, 3) if spoiled else (1, 3)
-        replies = [ask(grid, message(1, pack(arrays), server_round=number))[0] for number in rounds]
-        if spoiled:
-            expected = "its train-loss is nan (the client diverged?); the client keeps its state from before this round"
-            assert expected in reason(replies.pop(1))
-        found.append([unpack(reply.content["arrays"]) for reply in replies])
-    assert all(map(same, *found))
-
-
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_client_whose_mod_fails_after_training_has_the_state_from_before(
-    federation: Federations, folder: bool, tmp_path: Path
+@pytest.mark.parametrize("spoiled", [1, 2])
+@pytest.mark.parametrize("case", ["batch norm", "momentum", "a mod", "a mod, and a folder"])
+def test_a_client_that_fails_in_a_round_has_the_state_from_before(
+    federation: Federations, case: str, spoiled: int, tmp_path: Path
 ) -> None:
-    fed = federation(batches=2)
-    arrays = pack({key: value for key, value in unpack(fed.arrays()).items() if not key.startswith("1.")})
+    """It diverges, or a mod fails after training; the other rounds are as if there were no such round."""
+    fed = federation(batches=2, lr=0.1, **({"momentum": 0.9, "keep_momentum": True} if case == "momentum" else {}))
+    bad = [(torch.full_like(inputs, torch.nan), targets) for inputs, targets in fed.data[0].epoch(1, 0)]
+    fails = ["ValueError: no mask"] if "mod" in case else ["its train-loss is nan", "the client keeps its state from"]
+    local = {key for key in unpack(fed.arrays()) if key.startswith("1.") and case != "momentum"}
+    arrays = pack({key: value for key, value in unpack(fed.arrays()).items() if key not in local})
     found = []
-    for spoiled in (2, 0):
+    for rounds in ([1, 2, 3], [number for number in (1, 2, 3) if number != spoiled]):
+        is_spoiled = len(rounds) == 3
 
-        def failing(message: Message, context: Context, call_next: Any) -> Message:
+        def make(context: Context, config: Any) -> BNClient:
+            data = bad if is_spoiled and "mod" not in case and config["server-round"] == spoiled else fed.data[0]  # noqa: B023
+            return BNClient(copy.deepcopy(fed.model), data, context=context, **fed.options)
+
+        def mod(message: Message, context: Context, call_next: Any) -> Message:
             reply: Message = call_next(message, context)
-            if message.content["config"]["server-round"] == spoiled:  # noqa: B023
+            if is_spoiled and "mod" in case and message.content["config"]["server-round"] == spoiled:  # noqa: B023
                 raise ValueError("no mask")
             return reply
 
-        where = {"state": str(tmp_path / str(spoiled))} if folder else {}
-        grid = LocalGrid(client_app(fed.make_client, mods={"train": [failing]}), 1, node_config=where)
-        own = {"fedbn_run": "a", "fedbn_run_token": "0" * 32, "fedbn_kept": "affine,statistics"}
-        rounds = (1, 2, 3) if spoiled else (1, 3)
+        where = {"state": str(tmp_path / str(len(rounds)))} if "folder" in case else {}
+        grid = LocalGrid(client_app(make, mods={"train": [mod]}), 1, node_config=where)
+        own = {"fedbn_run": "a", "fedbn_run_token": "0" * 32, **({"fedbn_kept": "affine,statistics"} if local else {})}
         replies = [ask(grid, message(1, arrays, server_round=number, **own))[0] for number in rounds]
-        if spoiled:
-            assert "could not train: ValueError: no mask" in reason(replies.pop(1))
+        if is_spoiled:
+            problem = reason(replies.pop(spoiled - 1))
+            assert all(words in problem for words in fails), problem
         found.append([unpack(reply.content["arrays"]) for reply in replies])
     assert all(map(same, *found))
 
@@ -505,33 +425,13 @@ def test_the_error_of_a_client_with_one_example_has_the_cure() -> None:
     assert "batch norm needs two: give this client more examples, leave out a last batch of one" in reason(reply)
 
 
-def test_evaluation_uses_what_the_node_kept(federation: Federations) -> None:
+def test_evaluation_uses_what_the_node_kept_and_does_not_train(federation: Federations) -> None:
     """Statistics that are never sent are the node's own, in evaluation as well."""
     fed = federation((8, 8))
-    arrays = unpack(fed.arrays())
-    shared = pack({key: value for key, value in arrays.items() if "running" not in key})
-    grid = fed.grid()
-    (fresh,) = ask(grid, message(1, shared, "evaluate"))
-    ask(grid, message(1, shared))
-    (later,) = ask(grid, message(1, shared, "evaluate"))
-    assert fresh.content["metrics"]["loss"] != later.content["metrics"]["loss"]
-
-
-def test_evaluation_does_not_train(federation: Federations) -> None:
-    fed = federation()
-    grid = fed.grid()
-    arrays = fed.arrays()
-    once, twice = (ask(grid, message(1, arrays, "evaluate"))[0].content["metrics"] for _ in range(2))
-    assert dict(once) == dict(twice)
-
-
-def test_an_evaluation_that_names_no_run_keeps_the_node_s_state(federation: Federations) -> None:
-    """Flower's start() takes one config for training and one for evaluation; the second may be empty."""
-    fed = federation(batches=2)
-    app, clients = replaced(fed)
-    first, second = (message(1, fed.arrays(), fedbn_run="a") for _ in range(2))
-    ask(fed.grid(app), first, message(1, fed.arrays(), "evaluate"), second)
-    assert int(clients[1].model[1].num_batches_tracked) == 4
+    shared, grid = without_statistics(fed.arrays()), fed.grid()
+    sent = [message(1, shared, kind) for kind in ("evaluate", "evaluate", "train", "evaluate")]
+    fresh, again, _, later = (dict(reply.content["metrics"]) for reply in ask(grid, *sent))
+    assert fresh == again != later
 
 
 def test_counters_that_are_sent_as_floats_are_rounded(federation: Federations) -> None:
@@ -575,29 +475,6 @@ def test_a_foreign_client_that_returns_too_few_arrays_is_refused() -> None:
     assert "fit() received 2 arrays and returned 1" in reason(reply)
 
 
-# --- memory format -----------------------------------------------------------
-
-
-def test_channels_last_trains_the_same_and_sends_arrays_in_order() -> None:
-    """In float64 the layouts agree except for rounding; arrays are sent in the default layout."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    ).double()
-    data = [(torch.randn(6, 3, 9, 9, dtype=torch.float64), torch.randint(0, 4, (6,))) for _ in range(3)]
-    sent = {key: value.numpy().copy() for key, value in model.state_dict().items()}
-    updates = {}
-    for last in (False, True):
-        client = BNClient(copy.deepcopy(model), data, lr=0.1, momentum=0.9, channels_last=last)
-        assert client.model[3].weight.is_contiguous(memory_format=torch.channels_last) == last
-        updates[last] = client.train_round(sent, {}).arrays
-    for key, value in updates[False].items():
-        found = updates[True][key]
-        assert found.flags.c_contiguous
-        np.testing.assert_allclose(found, value, rtol=1e-10, atol=1e-12)
-    assert any(updates[True][key].tobytes() != value.tobytes() for key, value in updates[False].items())
-
-
 # --- random numbers, and rounds that fail ---
 
 
@@ -622,26 +499,25 @@ def by_a_batch_sampler() -> DataLoader[Any]:
     return DataLoader(data, batch_sampler=BatchSampler(sampler, 8, drop_last=False))
 
 
-@pytest.mark.parametrize("make", [shuffled, by_a_batch_sampler])
-def test_the_order_of_a_loader_with_a_generator_of_its_own_is_that_of_the_round(
-    make: Callable[[], DataLoader[Any]],
-) -> None:
-    client = BNClient(small(), make(), steps=1)
-    arrays = sent_by(client)
-    first, second = (client.train_round(arrays, {"server-round": number}) for number in (1, 2))
-    again = client.train_round(arrays, {"server-round": 1})
-    assert same(dict(first.arrays), dict(again.arrays))
-    assert not same(dict(first.arrays), dict(second.arrays))
+@pytest.mark.parametrize(
+    "make", [shuffled, by_a_batch_sampler, lambda: DataLoader(shuffled().dataset, 8, shuffle=True)]
+)
+def test_the_order_of_a_loader_depends_on_seed_and_round_alone(make: Callable[[], DataLoader[Any]]) -> None:
+    """And no draw changes the global generator."""
+    clients = [BNClient(small(), make(), steps=1, seed=seed) for seed in (0, 1)]
+    arrays = sent_by(clients[0])
 
+    def values(client: BNClient, server_round: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        torch.seed()
+        before, config = torch.get_rng_state(), {"server-round": server_round}
+        found = dict(client.train_round(arrays, config).arrays), dict(client.statistics_round(arrays, config).arrays)
+        assert torch.get_rng_state().equal(before)
+        return found
 
-def test_statistics_that_the_server_asks_for_do_not_depend_on_earlier_draws() -> None:
-    data = shuffled().dataset
-    client = BNClient(small(), DataLoader(data, 8, shuffle=True))
-    found = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        found.append(dict(client.statistics_round(sent_by(client), {"server-round": 1}).arrays))
-    assert same(*found)
+    first, again, later, other = (values(clients[i], number) for i, number in ((0, 1), (0, 1), (0, 2), (1, 1)))
+    assert all(map(same, first, again))
+    assert not any(same(first[0], each[0]) for each in (later, other))
+    assert clients[0].num_examples == 24
 
 
 @pytest.mark.parametrize("has_generator", [False, True])
@@ -670,22 +546,6 @@ def test_data_of_ready_batches_without_a_number_of_examples_are_refused() -> Non
     batches = [(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))] * 3
     with pytest.raises(TypeError, match="the number of examples in train_data, a DataLoader, is unknown"):
         _ = BNClient(small(), DataLoader(batches, batch_size=None)).num_examples  # type: ignore[arg-type]
-
-
-def test_a_first_round_that_fails_leaves_the_client_s_own_values_as_they_were() -> None:
-    good = [(torch.randn(8, 3, dtype=torch.float64), torch.randint(0, 2, (8,)))]
-    bad = [(torch.full((8, 3), torch.nan, dtype=torch.float64), good[0][1])]
-    model = small()
-    client, twin = BNClient(model, bad, steps=1), BNClient(small(), good, steps=1)
-    sent = {key: value for key, value in sent_by(client).items() if key.startswith(("0.", "2."))}
-    with pytest.raises(MessageError, match="the client keeps its state from before this round"):
-        client.train_round(sent, {})
-    client.train_data = good
-    client.train_round(sent, {})
-    twin.train_round(sent, {})
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.model.state_dict().values(), strict=True)
-    )
 
 
 def test_a_client_rule_that_fails_at_the_end_leaves_the_client_s_own_values_as_they_were() -> None:
@@ -720,25 +580,22 @@ def test_clients_share_a_model_that_computes_with_its_counters() -> None:
 # --- a loaded round is a value ---
 
 
-def by_hand(rounds: Sequence[Training]) -> list[Trained]:
-    """A trainer of its own, from what a `Training` has; it takes a step of each round in turn."""
-    begun = [seeded_batches(each) for each in rounds]
-    memos: list[list[Memo]] = [[] for _ in rounds]
-    ends: list[list[Tensor]] = [[] for _ in rounds]
-    for number in range(max(map(len, begun))):
-        for training, batches, own, losses in zip(rounds, begun, memos, ends, strict=True):
-            inputs, targets = batches[number]
-            training.optimizer.zero_grad()
-            losses.append(training.gradient(training.model, inputs, targets, training.loss))
-            w = training.optimizer.parameters
-            with torch.no_grad():
-                own += [] if number else [rule.begin(w) for rule in training.rules]
-                for rule, each in zip(training.rules, own, strict=True):
-                    rule.adjust(w, {name: p.grad for name, p in w.items()}, each)
-            training.optimizer.step()
-    return [
-        Trained(float(torch.stack(losses).mean()), 8, len(losses), own) for losses, own in zip(ends, memos, strict=True)
-    ]
+def by_hand(training: Training) -> Trained:
+    """A trainer of its own, from what a `Training` has."""
+    with seeding.streams(training.seed):
+        batches = list(training.batches)
+    memos: list[Memo] = []
+    losses: list[Tensor] = []
+    w = training.optimizer.parameters
+    for inputs, targets in batches:
+        training.optimizer.zero_grad()
+        losses.append(training.gradient(training.model, inputs, targets, training.loss))
+        with torch.no_grad():
+            memos = memos or [rule.begin(w) for rule in training.rules]
+            for rule, memo in zip(training.rules, memos, strict=True):
+                rule.adjust(w, {name: p.grad for name, p in w.items()}, memo)
+        training.optimizer.step()
+    return Trained(float(torch.stack(losses).mean()), 8, len(losses), memos)
 
 
 @contextmanager
@@ -746,11 +603,6 @@ def trained_by(trainer: Trainer) -> Iterator[None]:
     before = TRAINER.set(trainer)
     yield
     TRAINER.reset(before)
-
-
-def seeded_batches(training: Training) -> list[Any]:
-    with seeding.streams(training.seed):
-        return list(training.batches)
 
 
 @pytest.mark.parametrize("config", [{}, {"fedbn.control": True}, {"proximal-mu": 0.5, "fedbn.control": True}])
@@ -761,7 +613,7 @@ def test_another_trainer_trains_the_rounds_of_a_client(config: dict[str, Any]) -
 
     def trainer(training: Training) -> Trained:
         seen.append(training)
-        return by_hand([training])[0]
+        return by_hand(training)
 
     for number in (1, 2):
         message = {"server-round": number, **config}
@@ -779,26 +631,6 @@ def test_exchanges_need_a_client_app() -> None:
     client = BNClient(small(), shuffled())
     with pytest.raises(MessageError, match="exchanges with the other clients need a ClientApp made by fedbn_flwr"):
         client.fit(client.get_parameters({}), {"fedbn.exchange": "fused", "fedbn.exchange-min-batch": 2})
-
-
-def test_a_trainer_may_train_clients_together() -> None:
-    """Two loaded rounds in one call, their steps in turn: each has the values that it has alone."""
-    loaded: list[Training] = []
-
-    def load(training: Training) -> Trained:
-        loaded.append(training)
-        raise NotImplementedError
-
-    clients = [BNClient(small(), shuffled(), lr=0.1 * (1 + i), context=context(i)) for i in range(2)]
-    alone = [BNClient(small(), shuffled(), lr=0.1 * (1 + i), context=context(i)) for i in range(2)]
-    for client in clients:
-        with trained_by(load), pytest.raises(NotImplementedError):
-            client.train_round(sent_by(client), {"proximal-mu": 0.5})
-    together = by_hand(loaded)
-    for client, twin, trained in zip(clients, alone, together, strict=True):
-        update = twin.train_round(sent_by(twin), {"proximal-mu": 0.5})
-        assert same(sent_by(client), dict(update.arrays))
-        assert trained.loss == pytest.approx(update.metrics["train-loss"], rel=1e-12)
 
 
 def test_a_round_leaves_no_cycle_that_would_keep_its_tensors_in_memory() -> None:
