@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedbn_flwr import BNClient
 from fedbn_flwr.client.optimizers import LocalOptimizer, OptimizerSpec, check_optimizer, make_optimizer
@@ -42,6 +40,12 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
         assert torch.equal(a, b), name
 
 
+def grouped(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    """In another order than the model's parameters, whose shapes are alike."""
+    parameters = list(parameters)
+    return torch.optim.SGD([{"params": parameters[2:]}, {"params": parameters[:2]}], lr=lr, momentum=0.9)
+
+
 CASES: list[tuple[OptimizerSpec, dict[str, Any], type[torch.optim.Optimizer], dict[str, Any]]] = [
     ("sgd", {}, torch.optim.SGD, {}),
     ("sgd", {"weight_decay": 0.01}, torch.optim.SGD, {"weight_decay": 0.01}),
@@ -60,6 +64,7 @@ CASES: list[tuple[OptimizerSpec, dict[str, Any], type[torch.optim.Optimizer], di
     (torch.optim.NAdam, {"weight_decay": 0.1}, torch.optim.NAdam, {"weight_decay": 0.1}),
     (functools.partial(torch.optim.RAdam, eps=1e-3), {}, torch.optim.RAdam, {"eps": 1e-3}),
     ({"name": "torch.optim:Adagrad", "lr_decay": 0.1}, {}, torch.optim.Adagrad, {"lr_decay": 0.1}),
+    (grouped, {}, grouped, {}),
 ]  # fmt: skip
 
 
@@ -76,17 +81,6 @@ def test_steps_are_those_of_torch(
     steps(ours, make_optimizer(spec, dict(ours.named_parameters()), 0.05, **settings), range(6))
     steps(theirs, cls(theirs.parameters(), lr=0.05, **options), range(6))
     assert_same(ours, theirs)
-
-
-def test_steps_of_the_default_make_no_records_for_a_profiler() -> None:
-    """They take a fifth of a small network's step."""
-    model = network()
-    optimizer = make_optimizer("sgd", dict(model.named_parameters()), 0.05, momentum=0.9)
-    with warnings.catch_warnings(action="ignore"), torch.autograd.profiler.profile() as profile:
-        steps(model, optimizer, range(2))
-    found = {event.key for event in profile.key_averages()}
-    assert "aten::addmm" in found
-    assert not [key for key in found if "Optimizer" in key]
 
 
 @pytest.mark.parametrize(("spec", "settings"), [case[:2] for case in CASES])
@@ -135,16 +129,10 @@ def test_what_cannot_train_is_refused(spec: OptimizerSpec, options: dict[str, An
 def test_zero_is_no_setting_for_an_optimiser_without_it() -> None:
     """As `train.momentum=0` on the command line, for an experiment that sets one."""
     parameters = dict(network().named_parameters())
+    before = {name: parameter.clone() for name, parameter in parameters.items()}
     check_optimizer("adamw", parameters, momentum=0.0)
     make_optimizer("SparseAdam", parameters, 0.1, weight_decay=0.0)
-
-
-def test_a_check_changes_nothing() -> None:
-    model = network()
-    before = copy.deepcopy(model)
-    check_optimizer("adam", dict(model.named_parameters()))
-    assert_same(model, before)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(value.equal(before[name]) and value.grad is None for name, value in parameters.items()), "only a check"
 
 
 class Counting(torch.optim.Optimizer):
@@ -171,14 +159,12 @@ def test_a_state_of_numbers_is_saved_too() -> None:
 
 # --- in a client -------------------------------------------------------------
 
-Batches = list[tuple[Tensor, Tensor]]
+DATA = [(inputs, torch.arange(6) % 3) for inputs in torch.randn(2, 6, 7, generator=torch.Generator().manual_seed(1))]
 
 
 def trained(rounds: int, **options: Any) -> list[np.ndarray]:
     """The parameters of a client after some rounds of two batches each."""
-    generator = torch.Generator().manual_seed(1)
-    data: Batches = [(torch.randn(6, 7, generator=generator), torch.arange(6) % 3) for _ in range(2)]
-    client = BNClient(network(), data, lr=0.05, **options)
+    client = BNClient(network(), DATA, lr=0.05, **options)
     parameters = client.get_parameters({})
     for number in range(1, rounds + 1):
         parameters, _, _ = client.fit(parameters, {"server-round": number})
@@ -187,10 +173,8 @@ def trained(rounds: int, **options: Any) -> list[np.ndarray]:
 
 def by_hand(rounds: int, make: Callable[..., torch.optim.Optimizer], *, clip: float | None = None) -> nn.Module:
     model = network().train()
-    generator = torch.Generator().manual_seed(1)
-    data: Batches = [(torch.randn(6, 7, generator=generator), torch.arange(6) % 3) for _ in range(2)]
     optimizer = make(model.parameters(), lr=0.05)
-    for inputs, targets in data * rounds:
+    for inputs, targets in DATA * rounds:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), targets).backward()
         if clip is not None:
@@ -229,24 +213,3 @@ for _ in range(2):  # the second round begins with the state of the first
 sys.exit("torch._dynamo" in sys.modules)
 """
     python(program, cwd=ROOT).check_returncode()
-
-
-def test_the_state_of_several_groups_returns_to_its_parameters() -> None:
-    """The groups are in another order than the model's parameters, and their shapes are alike."""
-
-    def grouped(parameters: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
-        groups = [{"params": parameters[2:]}, {"params": parameters[:2]}]
-        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
-
-    found = []
-    for is_interrupted in (False, True):
-        model = network(torch.float64)
-        optimizer = make_optimizer(grouped, dict(model.named_parameters()), 0.1)
-        steps(model, optimizer, range(1, 4))
-        if is_interrupted:
-            state = {name: value.numpy().copy() for name, value in optimizer.state().items()}
-            optimizer = make_optimizer(grouped, dict(model.named_parameters()), 0.1)
-            optimizer.load_state(state)
-        steps(model, optimizer, range(4, 7))
-        found.append(model)
-    assert_same(*found)

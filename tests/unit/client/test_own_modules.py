@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Context
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, SubsetRandomSampler, TensorDataset
 
-from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr import BNClient, client_app
 from fedbn_flwr.models.tensors import ModelTensors
+from fedbn_flwr.strategies import FedBN
+from tests.support.federations import Federations, last_model, same
+from tests.support.fixtures import small_net
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -144,47 +146,12 @@ def test_a_batch_sampler_of_unknown_size_is_refused_unless_the_loader_has_the_nu
     assert BNClient(Running(), loader).num_examples == 3
 
 
-def test_client_app_gives_a_client_without_context_that_of_its_node() -> None:
+def test_client_app_gives_a_client_without_context_that_of_its_node(federation: Federations) -> None:
     """Otherwise FedBN's batch norm would be forgotten, and all clients would draw as client 0."""
-    data = [(inputs.float(), targets) for inputs, targets in batches()]
-    drawn: list[float] = []
+    fed = federation(model=lambda: nn.Sequential(small_net(), nn.Dropout(0.3)), lr=0.1)
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+    def make(context: Context) -> BNClient:
+        return BNClient(copy.deepcopy(fed.model), fed.data[int(context.node_config["partition-id"])], lr=0.1)
 
-        def forward(self, inputs: Tensor) -> Tensor:
-            if self.training:
-                drawn.append(float(torch.rand(())))
-            logits: Tensor = self.head(self.norm(inputs))
-            return logits
-
-    def run(with_context: bool) -> list[dict[str, Any]]:
-        def make(context: Context) -> BNClient:
-            torch.manual_seed(0)
-            return BNClient(Net(), data, lr=0.1, context=context if with_context else None)
-
-        torch.manual_seed(0)
-        model = {key: value for key, value in Net().state_dict().items() if key.startswith("head")}
-        arrays = pack({key: value.numpy() for key, value in model.items()})
-        with LocalGrid(client_app(make), 2) as grid:
-            for number in (1, 2):
-                replies = list(grid.send_and_receive([message(arrays, node, number) for node in grid.get_node_ids()]))
-        assert not any(reply.has_error() for reply in replies)
-        return [{**dict(reply.content["metrics"]), **unpack(reply.content["arrays"])} for reply in replies]  # type: ignore
-
-    def message(arrays: ArrayRecord, node: int, number: int) -> Message:
-        config = ConfigRecord({"server-round": number})
-        return Message(RecordDict({"arrays": arrays, "config": config}), node, "train")
-
-    expected = run(with_context=True)
-    first = list(drawn)
-    drawn.clear()
-    found = run(with_context=False)
-    assert drawn == first
-    assert len(set(first)) == len(first)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        for key, value in theirs.items():
-            assert (mine[key] == value).all() if hasattr(value, "all") else mine[key] == value, key
+    with_context, without = (FedBN(fraction_evaluate=0.0) for _ in range(2))
+    assert same(last_model(fed, with_context, 3), last_model(fed, without, 3, fed.grid(client_app(make))))
