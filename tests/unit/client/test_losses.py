@@ -72,14 +72,10 @@ def test_of_pixels_those_with_label_255_are_left_out() -> None:
     torch.testing.assert_close(cross_entropy(logits, labels), plain, rtol=1e-13, atol=0)
 
 
-def test_weights_take_effect_in_a_batch_of_one_class() -> None:
-    logits, _ = batch()
-    labels = torch.ones(12, dtype=torch.long)
-    torch.testing.assert_close(cross_entropy(logits, labels, 0.0, WEIGHTS), 2 * F.cross_entropy(logits, labels))
-
-
-def test_weights_stay_exact_for_half_precision() -> None:
+def test_weights_take_effect_in_a_batch_of_one_class_and_stay_exact_for_half_precision() -> None:
     logits, labels = batch()
+    one = torch.ones(12, dtype=torch.long)
+    torch.testing.assert_close(cross_entropy(logits, one, 0.0, WEIGHTS), 2 * F.cross_entropy(logits, one))
     weights = torch.tensor([1.001, 1.0, 1.0])
     with torch.autocast("cpu", torch.bfloat16):
         found = cross_entropy(logits.bfloat16(), labels, 0.0, weights)
@@ -135,12 +131,9 @@ def test_losses_by_name_are_means_over_examples_whatever_the_batches(name: str) 
     column = loss(outputs[:, :1], targets[:, 0]), loss(outputs[:, 0], targets[:, :1])
     assert column[0] == column[1] == loss(outputs[:, 0], targets[:, 0]), "never [N, 1] minus [N], which is [N, N]"
     assert loss(outputs.bfloat16(), targets).dtype == torch.float32
-
-
-def test_huber_has_an_option() -> None:
-    outputs = batch()[0]
-    found = make_loss("huber", delta=0.25)(outputs, NUMBERS)
-    torch.testing.assert_close(found, F.huber_loss(outputs, NUMBERS, delta=0.25), rtol=1e-14, atol=0)
+    if name == "huber":
+        found = make_loss("huber", delta=0.25)(outputs, NUMBERS)
+        torch.testing.assert_close(found, F.huber_loss(outputs, NUMBERS, delta=0.25), rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize(("outputs", "targets"), [((12, 3), (12,)), ((12, 3), (3, 12)), ((12, 1), (12, 3))])

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient
-from fedbn_flwr.client.evaluation import Measurement, Metric, auc, count_predictions, evaluate, ratio
+from fedbn_flwr.client.evaluation import Measurement, count_predictions, evaluate
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.data import IGNORED
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.tasks import BINARY, CLASSIFICATION, MULTILABEL, REGRESSION, SEVERAL, TASKS, Task
+from fedbn_flwr.tasks import BINARY, CLASSIFICATION, MULTILABEL, REGRESSION, TASKS, Task
 
 CPU = torch.device("cpu")
-ALL: list[Metric] = ["balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou"]
 
 
 def examples(labels: tuple[int, ...], classes: int = 4, count: int = 60) -> tuple[Tensor, Tensor]:
@@ -30,51 +29,6 @@ def examples(labels: tuple[int, ...], classes: int = 4, count: int = 60) -> tupl
     targets = torch.tensor(labels)[torch.randint(0, len(labels), (count,), generator=generator)]
     logits = torch.randn(count, classes, generator=generator, dtype=torch.float64)
     return logits + F.one_hot(targets, classes), targets
-
-
-# Four classes of four, and of a client that has two or three of them.
-SETS = [(0, 1, 2, 3), (1, 3), (0, 2, 3)]
-
-
-@pytest.mark.parametrize("labels", SETS)
-def test_metrics_of_counts_are_scikit_learn_s(labels: tuple[int, ...]) -> None:
-    logits, targets = examples(labels)
-    predictions = logits.argmax(1)
-    answered, correct, by_class = count_predictions(CLASSIFICATION, logits, targets)
-    assert (answered, int(correct)) == (60, theirs.accuracy_score(targets, predictions, normalize=False))
-    matrix = theirs.confusion_matrix(targets, predictions, labels=range(4))
-    np.testing.assert_array_equal(by_class, [matrix.diagonal(), matrix.sum(1), matrix.sum(0)])
-    assert ratio("macro_f1", by_class) == pytest.approx(
-        theirs.f1_score(targets, predictions, average="macro"), rel=1e-12
-    )
-    assert ratio("mean_iou", by_class) == pytest.approx(
-        theirs.jaccard_score(targets, predictions, average="macro"), rel=1e-12
-    )
-    recall = theirs.recall_score(targets, predictions, labels=list(labels), average="macro")
-    assert ratio("balanced_accuracy", by_class) == pytest.approx(recall, rel=1e-12)
-
-
-@pytest.mark.parametrize("labels", SETS)
-@pytest.mark.parametrize("digits", [3, 0])
-def test_auc_is_the_fraction_of_pairs_in_order_over_the_classes_that_are_present(
-    labels: tuple[int, ...], digits: int
-) -> None:
-    """With logits rounded to whole numbers, many scores are equal."""
-    logits, targets = examples(labels)
-    logits = logits.round(decimals=digits)
-    scores = logits.softmax(1)
-    areas = []
-    for label in labels:
-        positive, negative = scores[targets == label, label], scores[targets != label, label]
-        above, equal = (positive[:, None] > negative).double(), (positive[:, None] == negative).double()
-        areas.append(float((above + equal / 2).mean()))
-    assert auc(logits, targets) == pytest.approx(float(np.mean(areas)), rel=1e-12)
-
-
-def test_of_two_classes_auc_is_that_of_either() -> None:
-    logits, targets = examples((0, 1), classes=2)
-    expected = theirs.roc_auc_score(targets, logits.softmax(1)[:, 1])
-    assert auc(logits, targets) == pytest.approx(expected, rel=1e-12)
 
 
 # --- in an evaluation --------------------------------------------------------
@@ -92,28 +46,6 @@ def test_after_an_error_in_an_evaluation_the_model_is_in_its_mode_again() -> Non
     with pytest.raises(ValueError, match="batch_size"):
         evaluate(model, [examples((0, 1)), (torch.ones(2, 4), torch.ones(3).long())], F.cross_entropy, CPU)
     assert model.training
-
-
-@pytest.mark.parametrize("size", [7, 60])
-def test_an_evaluation_reports_them_over_all_batches(size: int) -> None:
-    logits, targets = examples((0, 1, 2, 3))
-    batches = list(zip(logits.split(size), targets.split(size), strict=True))
-    found = evaluate(Given(), batches, F.cross_entropy, CPU, ALL)
-    by_class = count_predictions(CLASSIFICATION, logits, targets)[2]
-    assert found["macro-f1"] == found["dice"] == ratio("macro_f1", by_class)
-    assert found["balanced-accuracy"] == ratio("balanced_accuracy", by_class)
-    assert found["mean-iou"] == ratio("mean_iou", by_class)
-    assert found["auc"] == pytest.approx(auc(logits, targets), rel=1e-12)
-    assert set(found) == {
-        "loss",
-        "accuracy",
-        "num-examples",
-        "balanced-accuracy",
-        "macro-f1",
-        "auc",
-        "dice",
-        "mean-iou",
-    }
 
 
 def test_labels_that_are_no_class_of_the_model_are_named() -> None:
@@ -137,6 +69,10 @@ def test_label_255_of_an_image_is_a_class_and_of_a_pixel_none() -> None:
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_outputs_that_are_nan_are_no_answer(classes: int) -> None:
+    of_labels = torch.full((8, classes), math.nan), torch.zeros(8, classes)
+    assert evaluate(Given(), [of_labels], lambda x, y: x.mean(), CPU, task=MULTILABEL)["accuracy"] == 0
+    of_label = torch.full((8, 1), math.nan), torch.zeros(8)
+    assert evaluate(Given(), [of_label], lambda x, y: x.mean(), CPU, task=BINARY)["accuracy"] == 0
     logits, targets = torch.randn(60, classes, generator=torch.Generator().manual_seed(0)), torch.arange(60) % classes
     found = evaluate(Given(), [(logits * math.nan, targets)], F.cross_entropy, CPU, ["auc", "balanced_accuracy"])
     assert (found["accuracy"], found["balanced-accuracy"], "auc" in found) == (0, 0, False)
@@ -153,14 +89,6 @@ def test_a_pixel_whose_outputs_are_nan_is_no_hit() -> None:
     outputs[:, 0], outputs[0, 2, 0, 0], masks[0, 1, 1] = 1.0, math.nan, IGNORED
     found = evaluate(Given(), [(outputs, masks)], lambda x, y: x.nanmean(), CPU, ["mean_iou"])
     assert (found["accuracy"], found["mean-iou"]) == pytest.approx((2 / 3, 2 / 3))
-
-
-@pytest.mark.parametrize("task", ["binary", "multilabel"])
-def test_nan_is_no_answer_of_a_label_either(task: str) -> None:
-    outputs, targets = torch.full((8, 1 if task == "binary" else 3), math.nan), torch.zeros(8, 3)
-    targets = targets[:, 0] if task == "binary" else targets
-    found = evaluate(Given(), [(outputs, targets)], lambda x, y: x.mean(), CPU, task=TASKS[task])
-    assert found["accuracy"] == 0
 
 
 def test_the_auc_of_one_class_is_left_out() -> None:
@@ -247,29 +175,31 @@ def called(name: str) -> Callable[[Tensor, Tensor], float]:
     return metric
 
 
-@pytest.mark.parametrize(
-    ("metric", "words"),
-    [
-        (
-            "f1",
-            "metric 'f1' is unknown; did you mean 'macro_f1'",
-        ),
-        ("macro f1", "did you mean 'macro_f1'"),
-        (lambda logits, labels: 0.0, "has no name to report it by"),
-        *((called(name), f"a function is called '{name}'.* to my_{name}") for name in ("loss", "num_examples", "auc")),
-    ],
-)
-def test_a_client_refuses_an_unknown_metric(metric: str | Callable[[Tensor, Tensor], float], words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
-        BNClient(Given(), [], metrics=[metric])
-
-
 # --- of other tasks ----------------------------------------------------------
 
 # Outputs, targets and the loss of each, in float64; the numbers of a batch are not equal.
 NOISE = torch.randn(60, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 LABELS = (NOISE.roll(1, 0) > torch.tensor([-0.5, 0.0, 1.2])).double()
 NUMBERS = 1e6 + 3 * NOISE.roll(1, 0)  # far from zero, where sums of squares would cancel
+
+
+def class_figures(logits: Tensor, y: Tensor) -> dict[str, float]:
+    """Of the classes that are present; of AUC as the fraction of pairs in order, of which many may be equal."""
+    predicted, scores, present, areas = logits.argmax(1), logits.softmax(1), y.unique(), []
+    for label in present:
+        positive, negative = scores[y == label, label], scores[y != label, label]
+        above, equal = (positive[:, None] > negative).double(), (positive[:, None] == negative).double()
+        areas.append(float((above + equal / 2).mean()))
+    if len(present) == 2 == logits.shape[1]:
+        assert np.mean(areas) == pytest.approx(theirs.roc_auc_score(y, scores[:, 1]), rel=1e-12)
+    return {
+        "accuracy": theirs.accuracy_score(y, predicted),
+        "macro-f1": theirs.f1_score(y, predicted, average="macro"),
+        "balanced-accuracy": theirs.recall_score(y, predicted, labels=present, average="macro"),
+        "mean-iou": theirs.jaccard_score(y, predicted, average="macro"),
+        "dice": theirs.f1_score(y, predicted, average="macro"),
+        "auc": float(np.mean(areas)),
+    }
 
 
 def logit_figures(z: Tensor, y: Tensor) -> dict[str, float]:
@@ -304,11 +234,16 @@ def number_figures(outputs: Tensor, y: Tensor) -> dict[str, float]:
     }
 
 
+# Four classes of four, those of clients that have two or three of them, and two of two.
+CLASSES = [examples((0, 1, 2, 3)), examples((1, 3)), examples((0, 2, 3)), examples((0, 1), classes=2)]
+
+
 @pytest.mark.parametrize("size", [1, 7, 60])
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     ("task", "outputs", "targets", "expected"),
     [
+        *((CLASSIFICATION, logits.round(decimals=n), y, class_figures) for logits, y in CLASSES for n in (9, 0)),
         (BINARY, NOISE[:, 0] + LABELS[:, 0], LABELS[:, 0], logit_figures),
         (BINARY, NOISE[:, :1] + LABELS[:, :1], LABELS[:, 0].bool(), logit_figures),
         (BINARY, NOISE[:, :1] + LABELS[:, :1], LABELS[:, 0].long(), logit_figures),
@@ -318,7 +253,7 @@ def number_figures(outputs: Tensor, y: Tensor) -> dict[str, float]:
         (REGRESSION, NUMBERS[:, :1] + 1, NUMBERS[:, 0], number_figures),
     ],
 )
-def test_figures_of_other_tasks_are_scikit_learn_s_for_any_batches_and_threads(
+def test_figures_are_scikit_learn_s_for_any_batches_and_threads(
     task: Task, outputs: Tensor, targets: Tensor, expected: Any, size: int, threads: int
 ) -> None:
     loss = make_loss(task.losses[0])
@@ -438,32 +373,37 @@ def test_several_targets_have_the_user_s_figures_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "metric", "words"),
+    ("options", "words"),
     [
+        ({"metrics": ["f1"]}, "metric 'f1' is unknown; did you mean 'macro_f1'"),
+        ({"metrics": ["macro f1"]}, "did you mean 'macro_f1'"),
+        ({"metrics": [lambda logits, labels: 0.0]}, "has no name to report it by"),
+        *(
+            ({"metrics": [called(name)]}, f"a function is called '{name}'.* to my_{name}")
+            for name in ("loss", "num_examples", "auc")
+        ),
         (
-            "regression",
-            "auc",
+            {"task": "regression", "metrics": ["auc"]},
             r"metric 'auc' is not defined for regression \(numbers\); expected any of rmse, mae, r2, or a",
         ),
         (
-            "segmentation",
-            "auc",
+            {"task": "segmentation", "metrics": ["auc"]},
             "is not defined for segmentation .* expected any of accuracy, balanced_accuracy, macro_f1",
         ),
-        ("classification", "rmse", "metric 'rmse' is not defined for classification"),
-        ("several", "accuracy", r"is not defined for several \(several targets per example\); expected a function"),
-        ("clasification", "auc", "task 'clasification' is unknown; did you mean 'classification'"),
+        ({"task": "classification", "metrics": ["rmse"]}, "metric 'rmse' is not defined for classification"),
+        (
+            {"task": "several", "metrics": ["accuracy"], "loss": F.mse_loss},
+            r"is not defined for several \(several targets per example\); expected a function",
+        ),
+        ({"task": "several"}, r"task 'several' .* has no loss; expected one of your own"),
+        ({"task": "clasification"}, "task 'clasification' is unknown; did you mean 'classification'"),
     ],
 )
-def test_a_client_refuses_a_metric_that_does_not_suit_its_task(task: str, metric: str, words: str) -> None:
+def test_a_client_refuses_a_metric_that_is_unknown_or_does_not_suit_its_task(
+    options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(SettingsError, match=words):
-        BNClient(Given(), [], task=task, loss=F.mse_loss, metrics=[metric])
-
-
-def test_a_client_of_several_tasks_needs_a_loss() -> None:
-    assert SEVERAL.losses == ()
-    with pytest.raises(SettingsError, match=r"task 'several' .* has no loss; expected one of your own"):
-        BNClient(Given(), [], task="several")
+        BNClient(Given(), [], **options)
 
 
 def test_a_client_reports_metrics_for_each_of_its_sets() -> None:

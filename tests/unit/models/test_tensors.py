@@ -1,8 +1,11 @@
-"""What is loaded into a model's tensors, and what is taken from them."""
+"""What is loaded into a model's tensors and taken from them, and keys of functions."""
 
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from fedbn_flwr.messages.arrays import size_of
+from fedbn_flwr.models.identity import identity
 from fedbn_flwr.models.tensors import ModelTensors, copied, initial_arrays
 from tests.support.federations import near
 
@@ -105,3 +109,26 @@ def test_loading_does_not_copy_the_received_arrays_in_between() -> None:
     finally:
         tracemalloc.stop()
     assert most < size_of(sent)[1] / 2, "NumPy reports its arrays to tracemalloc"
+
+
+# --- keys of functions, by which clients share recordings and groups ---
+
+
+@dataclass
+class Unhashable:
+    weight: float
+
+    def __call__(self) -> None: ...
+
+
+class Slotted:
+    __slots__ = ()
+
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize("make", [lambda: Unhashable(0.5), Slotted])
+def test_a_function_without_a_hash_or_a_weak_reference_has_an_identity(make: Callable[[], Any]) -> None:
+    one, other = make(), make()
+    assert {identity(one), identity(one)} == {identity(one)}
+    assert identity(one) != identity(other)
