@@ -150,7 +150,7 @@ def read_npy(data: bytes) -> Values:
     shape, fortran_order, dtype = _header(data[:start])
     if math.prod(shape) * dtype.itemsize == len(data) - start and min(shape, default=0) >= 0:
         values = np.frombuffer(data, dtype, offset=start) if len(data) > start else np.empty(0, dtype)
-        with suppress(ValueError):  # too many axes, or one of no size and others too long
+        with suppress(TypeError, ValueError):  # booleans, too many axes, or one of no size and others too long
             return values.reshape(shape, order="F" if fortran_order else "C")
     raise MessageError(f"its header says {dtype} of shape {shape!s:.80}, which doesn't match its {len(data)} bytes")
 

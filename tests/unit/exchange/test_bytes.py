@@ -1,4 +1,4 @@
-"""Values of exchanges as bytes: they arrive bit for bit, and all other bytes are one kind of error."""
+"""Values of exchanges as records and bytes: they arrive bit for bit, and all others are one kind of error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import MessageError
@@ -17,10 +18,33 @@ from fedbn_flwr.exchange.codec import (
     Contribution,
     agreement_from_records,
     contribution_from_records,
+    contribution_to_records,
     from_bytes,
     to_bytes,
 )
-from tests.support.exchanges import arrays_of, assert_same, counts, described
+from tests.support.fuzz import cases, frames
+
+described = st.dictionaries(
+    st.text(max_size=5),
+    st.tuples(st.sampled_from(["float16", "float32", "float64"]), st.lists(st.integers(0, 3), max_size=3), st.binary()),
+    max_size=3,
+)
+counts = st.integers(0, 2**31)
+
+
+def arrays_of(described: dict[str, Any]) -> dict[str, np.ndarray]:
+    made = {}
+    for name, (dtype, shape, content) in described.items():
+        size = int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
+        made[name] = np.frombuffer((content * (size + 1) or b"\0" * size)[:size], dtype).reshape(shape)
+    return made
+
+
+def assert_same(found: Any, expected: dict[str, np.ndarray]) -> None:
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype)
+        assert found[name].tobytes() == array.tobytes()
 
 
 @given(described, counts, counts, st.text(max_size=9), counts, st.none() | st.integers(0, 10_000))
@@ -94,9 +118,35 @@ def test_bytes_that_are_no_contribution_are_refused(data: bytes) -> None:
         contribution_from_records(from_bytes(data))
 
 
-@given(st.binary(max_size=200) | st.binary(max_size=200).map(lambda content: file("", content)))
+MOMENTS = {"mean": np.zeros(3), "var": np.ones(3)}
+FRAMES = [to_bytes(Contribution("0", "moments", MOMENTS, 4, 8, 9, 1)), to_bytes(Agreement(MOMENTS, 8, 2.0))]
+
+
+@settings(max_examples=cases(200))
+@given(frames(FRAMES) | st.binary(max_size=200).map(lambda content: file("", content)))
 def test_any_bytes_are_a_value_or_refused(data: bytes) -> None:
-    with contextlib.suppress(MessageError):
-        contribution_from_records(from_bytes(data))
-    with contextlib.suppress(MessageError):
-        agreement_from_records(from_bytes(data))
+    for read in (contribution_from_records, agreement_from_records):
+        with contextlib.suppress(MessageError):
+            read(from_bytes(data))
+
+
+def with_number(key: str, value: Any) -> RecordDict:
+    records = contribution_to_records(Contribution("norm", "mean", {"mean": np.ones(2, np.float32)}, 4, 8, examples=9))
+    metrics = records["metrics"]
+    assert isinstance(metrics, MetricRecord)
+    metrics[key] = value
+    return records
+
+
+def test_counts_are_whole_numbers_and_weights_need_not_be() -> None:
+    for key in ("batch-examples", "batch-values"):
+        with pytest.raises(MessageError, match=f"{key}.*expected a whole number"):
+            contribution_from_records(with_number(key, 0.5))
+    assert contribution_from_records(with_number("num-examples", 0.5)).examples == 0.5
+
+
+def test_records_of_another_kind_of_reply_are_refused() -> None:
+    with pytest.raises(MessageError, match="not a contribution to an exchange; serve the client with"):
+        contribution_from_records(RecordDict({"arrays": ArrayRecord(), "metrics": MetricRecord({"num-examples": 3})}))
+    with pytest.raises(MessageError, match=r"fedbn\.exchange-values"):
+        agreement_from_records(RecordDict({"arrays": ArrayRecord(), "config": ConfigRecord()}))

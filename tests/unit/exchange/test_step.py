@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 from collections.abc import Callable
 
@@ -19,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from fedbn_flwr import build_model
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, replaced_forward
+from fedbn_flwr.exchange.step import LayerwiseStep, replaced_forward
 from fedbn_flwr.messages.aggregate import Array
-from tests.support.cohort import alone, run_cohort
+from tests.support.cohort import alone, cohort_gradients, gradients, trained_on
 from tests.support.marks import slow_except
 
 
@@ -84,13 +83,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def clients_of(
-    name: str, sizes: list[int]
-) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], Callable[[LayerwiseStep, nn.Module, Tensor, Tensor], Tensor]]:
+def clients_of(name: str, sizes: list[int]) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     make, shape = MODELS[name]
     torch.manual_seed(3)
     model = make().double().train()
@@ -99,22 +92,7 @@ def clients_of(
         (torch.randn(n, *shape, dtype=torch.float64) * (1 + i) + i, torch.full((n,), i % 5))
         for i, n in enumerate(sizes)
     ]
-    return model, batches, lambda step, m, x, y: step(m, x, y, F.cross_entropy)
-
-
-def cohort_gradients(
-    model: nn.Module, batches: list[tuple[Tensor, Tensor]], weights: list[float], **options: bool
-) -> tuple[list[nn.Module], dict[str, Tensor], int]:
-    copies = [copy.deepcopy(model) for _ in batches]
-    works = [
-        lambda exchange, m=m, x=x, y=y: LayerwiseStep(exchange, **options)(m, x, y, F.cross_entropy)
-        for m, (x, y) in zip(copies, batches, strict=True)
-    ]
-    _, exchanges = run_cohort(works, weights)
-    shares = [weight / sum(weights) for weight in weights]
-    each = [gradients(m) for m in copies]
-    mean = {key: sum(p * g[key] for p, g in zip(shares, each, strict=True)) for key in each[0]}
-    return copies, mean, exchanges
+    return model, batches
 
 
 def calls_of(model: nn.Module, inputs: Tensor) -> int:
@@ -132,10 +110,7 @@ def calls_of(model: nn.Module, inputs: Tensor) -> int:
 
 
 def union_twin(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> nn.Module:
-    twin = copy.deepcopy(model)
-    inputs, targets = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-    F.cross_entropy(twin(inputs), targets).backward()
-    return twin
+    return trained_on(model, *map(torch.cat, zip(*batches, strict=True)))
 
 
 def worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -146,20 +121,22 @@ def worst(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "paper"])
 @pytest.mark.parametrize("name", slow_except(MODELS.keys() - {"resnet18", "mobilenet_v2", "timm"}, MODELS))
-@pytest.mark.parametrize("sizes", [[4, 4, 4], [2, 5, 3]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("sizes", [[4, 4, 4], [2, 5, 3], [6]], ids=["equal", "unequal", "one client"])
 def test_weighted_gradient_equals_that_of_batch_norm_on_the_union(name: str, sizes: list[int], fused: bool) -> None:
-    model, batches, _ = clients_of(name, sizes)
+    model, batches = clients_of(name, sizes)
     copies, mean, exchanges = cohort_gradients(model, batches, [float(n) for n in sizes], fused=fused)
     assert exchanges == calls_of(model, batches[0][0]) * (2 if fused else 3)
     twin = union_twin(model, batches)
     assert worst(mean, gradients(twin)) < 1e-10
     for ours in copies:
+        assert list(ours.state_dict()) == list(model.state_dict())
+        assert not any("forward" in vars(layer) for layer in ours.modules()), "the model is as it was"
         for key, buffer in twin.named_buffers():
             torch.testing.assert_close(dict(ours.named_buffers())[key], buffer, rtol=1e-10, atol=1e-12)
 
 
 def test_channels_last_changes_only_the_last_bits() -> None:
-    model, batches, _ = clients_of("resnet20", [4, 4])
+    model, batches = clients_of("resnet20", [4, 4])
     _, plain, _ = cohort_gradients(model, batches, [1.0, 1.0])
     model.to(memory_format=torch.channels_last)
     last = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in batches]
@@ -167,76 +144,20 @@ def test_channels_last_changes_only_the_last_bits() -> None:
     assert worst(found, plain) < 1e-10
 
 
-@pytest.mark.parametrize("equal", [True, False])
-def test_what_clients_send_equals_what_they_agree_on_if_their_data_are_equal(equal: bool) -> None:
-    """FedTAN paper, Property 1: then no exchange is needed. With other data all statistics and gradients differ."""
-    model, batches, _ = clients_of("resnet20", [6, 6, 6])
-    batches = batches[:1] * 3 if equal else batches
-    copies, gaps = [copy.deepcopy(model) for _ in batches], list[float]()
-
-    def noted(exchange: Exchange, own: Contribution) -> Agreement:
-        agreed = exchange(own)
-        for key, value in agreed.tensors.items():
-            gaps.append(float(np.abs(own.tensors[key] - value).max() / np.abs(value).max()))
-        return agreed
-
-    works = [
-        lambda exchange, m=m, x=x, y=y: LayerwiseStep(functools.partial(noted, exchange))(m, x, y, F.cross_entropy)
-        for m, (x, y) in zip(copies, batches, strict=True)
-    ]
-    run_cohort(works, [1.0] * 3)
-    assert len(gaps) == 3 * 19 * 4, "clients, layers; mean and variance, forward and backward"
-    assert max(gaps) < 1e-10 if equal else min(gaps) > 0.01
-
-
-def test_a_step_of_federated_averaging_on_equal_data_is_that_of_all_data() -> None:
-    """Footnote 2."""
-    model, batches, _ = clients_of("resnet20", [6])
-    alone = copy.deepcopy(model)
-    F.cross_entropy(alone(batches[0][0]), batches[0][1]).backward()
-    assert worst(gradients(alone), gradients(union_twin(model, batches * 3))) < 1e-10
-
-
-def test_plain_federated_gradient_is_far_from_the_union() -> None:
-    """Without the exchange the gradient is wrong by more than a tenth, so the tests against the twin can fail."""
-    model, batches, _ = clients_of("resnet20", [4, 4, 4])
-    plain = []
-    for x, y in batches:
-        m = copy.deepcopy(model)
-        F.cross_entropy(m(x), y).backward()
-        plain.append(gradients(m))
-    mean = {key: sum(g[key] for g in plain) / 3 for key in plain[0]}
-    assert worst(mean, gradients(union_twin(model, batches))) > 0.1
-
-
 def test_the_forward_exchange_is_not_enough() -> None:
-    model, batches, _ = clients_of("resnet20", [4, 4, 4])
+    model, batches = clients_of("resnet20", [4, 4, 4])
     _, mean, exchanges = cohort_gradients(model, batches, [1.0] * 3, backward=False)
     assert exchanges == 19 + 1, "the last one ends them"
     assert worst(mean, gradients(union_twin(model, batches))) > 0.01
 
 
-def test_fused_and_paper_exchange_agree() -> None:
-    model, batches, _ = clients_of("resnet20", [2, 5, 3])
-    _, fused, rounds = cohort_gradients(model, batches, [2.0, 5.0, 3.0], fused=True)
-    _, paper, paper_rounds = cohort_gradients(model, batches, [2.0, 5.0, 3.0], fused=False)
-    assert worst(fused, paper) < 1e-12
-    assert (rounds, paper_rounds) == (2 * 19, 3 * 19)
-
-
 def test_weights_by_data_set_need_not_follow_the_batches() -> None:
     """With weights p_i the step is batch norm over a union in which each image of client i has the weight p_i / n_i."""
-    model, batches, _ = clients_of("perceptron", [3, 6])
+    model, batches = clients_of("perceptron", [3, 6])
     # A client of weight 2/3 whose batch is half as large: as if the union had each of its images four times.
     _, mean, _ = cohort_gradients(model, batches, [2.0, 1.0])
     repeated = [(batches[0][0].repeat(4, 1, 1, 1), batches[0][1].repeat(4)), batches[1]]
     assert worst(mean, gradients(union_twin(model, repeated))) < 1e-10
-
-
-def test_one_client_is_ordinary_batch_norm() -> None:
-    model, batches, _ = clients_of("resnet20", [6])
-    _, mean, _ = cohort_gradients(model, batches, [1.0])
-    assert worst(mean, gradients(union_twin(model, batches))) < 1e-12
 
 
 class Unused(nn.Module):
@@ -264,17 +185,9 @@ def test_a_layer_outside_the_loss_takes_part_in_all_exchanges() -> None:
     assert worst({key: mean[key] for key in twin}, twin) < 1e-10
 
 
-def test_the_model_is_as_it_was_afterwards() -> None:
-    model, batches, _ = clients_of("used twice", [3, 3])
-    copies, _, _ = cohort_gradients(model, batches, [1.0, 1.0])
-    for m in copies:
-        assert "forward" not in m.norm.__dict__
-        assert list(m.state_dict()) == list(model.state_dict())
-
-
 def test_the_backward_pass_waits_in_the_thread_that_called_it() -> None:
     """Which autograd's thread of a GPU, one for all clients, could not: so autograd must use no thread of its own."""
-    model, batches, _ = clients_of("used twice", [3])
+    model, batches = clients_of("used twice", [3])
     seen = set()
 
     def noted(contribution: Contribution) -> Agreement:
@@ -315,13 +228,11 @@ def test_the_nodes_of_a_graph_are_the_examples_of_its_batch() -> None:
         "x": torch.cat([graph["x"] for graph in graphs]),
         "edges": torch.cat([graph["edges"] + nodes * i for i, graph in enumerate(graphs)], 1),
     }
-    twin = copy.deepcopy(model)
-    F.cross_entropy(twin(union), torch.cat(labels)).backward()
-    assert worst(mean, gradients(twin)) < 1e-12
+    assert worst(mean, gradients(trained_on(model, union, torch.cat(labels)))) < 1e-12
 
 
 def test_a_loss_that_calls_batch_norm_is_an_error() -> None:
-    model, (batch,), _ = clients_of("used twice", [4])
+    model, (batch,) = clients_of("used twice", [4])
 
     def consistency(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets) + (model(batch[0].flip(3)) - outputs).square().mean()
@@ -349,7 +260,7 @@ def test_statistics_in_float32_are_accurate_if_the_mean_is_much_larger_than_the_
 
 
 def test_frozen_batch_norms_exchange_nothing() -> None:
-    model, batches, _ = clients_of("resnet20", [4])
+    model, batches = clients_of("resnet20", [4])
     model.bn.eval()
     _, _, exchanges = cohort_gradients(model, batches, [1.0])
     assert exchanges == 2 * 18

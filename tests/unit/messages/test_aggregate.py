@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,23 +30,19 @@ DTYPES = [np.float16, np.float32, np.float64, np.int64, np.bool_]
         # Integers are rounded to the nearest, booleans go with the majority of weights.
         ([np.array([1, 10, -10]), np.array([2, 11, -11])], [1, 2], [2, 11, -11]),
         ([np.array([True, False]), np.array([False, True])], [1, 3], [False, True]),
+        # Large integers keep their small differences.
+        ([np.array([2**62 + step]) for step in (0, 4096, 8192)], [1, 1, 1], [2**62 + 4096]),
+        *([[np.array([value, 7])] * 3, [1, 2, 3], [value, 7]] for value in (2**62 + 1, 2**63 - 1, -(2**63), 2**53 + 1)),
+        # A small weight takes no digits.
+        ([np.array([value]) for value in (1e12, 0.5, 0.25)], [1e-300, 1.0, 1.0], [0.375]),
     ],
-    ids=["two clients", "summed in float64", "counters", "integers", "booleans"],
 )
-def test_a_mean_that_a_person_can_verify(values: list[np.ndarray], weights: list[int], expected: Any) -> None:
-    mean = weighted_mean([{"w": value} for value in values], weights)["w"]
-    assert (mean.tolist(), mean.dtype) == (expected, values[0].dtype)
-
-
-def test_mean_equals_the_float64_derivation() -> None:
-    """w = sum_i n_i w_i / sum_i n_i, by NumPy in float64."""
-    rng = np.random.default_rng(0)
-    replies = [{"w": rng.normal(size=(3, 4)), "b": rng.normal(size=4)} for _ in range(5)]
-    counts = [10, 20, 5, 1, 64]
-    mean = weighted_mean(replies, counts)
-    for key in ("w", "b"):
-        expected = np.average([reply[key] for reply in replies], axis=0, weights=counts)
-        np.testing.assert_allclose(mean[key], expected, rtol=1e-14)
+def test_a_mean_that_a_person_can_verify(values: list[np.ndarray], weights: list[float], expected: Any) -> None:
+    """It does not depend on the scale of the weights."""
+    for scale in (1, 2, 1000):
+        mean = weighted_mean([{"w": value} for value in values], [scale * weight for weight in weights])["w"]
+        assert (mean.tolist(), mean.dtype) == (expected, values[0].dtype)
+    assert cast(mean, mean.dtype).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -80,32 +76,28 @@ def left_out(*values: float, key: str = "w", sent: Mapping[str, Any] = SENT) -> 
     return sorted(absurd(cohort, sent))
 
 
-def test_a_value_beyond_training_is_absurd_beside_ordinary_ones() -> None:
-    assert left_out(-1.9, -2.1, 1e18) == [2]
-    assert left_out(-1.9, -1e18, -2.1, 1e30, -2.2) == [1, 3], "two of five"
-    assert left_out(-2.0, -2.0, 1e13) == [2], "the others made no step"
-    assert left_out(0.9, 1.1, 1e37, key="bn.running_var") == [2]
-
-
 @pytest.mark.parametrize(
-    "values",
+    ("values", "key", "expected"),
     [
-        (-1.9, 1e18),  # which of the two is wrong is not known
-        (-2.0, -2.0, -1.9),  # one of three made steps
-        (-1.9, -2.1, 1.9e9),  # the largest value of a run that diverged
-        (-1.9, -2.1, 6e12),
-        (1e13, 2e13, 9e15),  # a regression in small units
-        (5e17, -3e17, 1.9e21),  # a run that diverged on all clients
+        ((-1.9, -2.1, 1e18), "w", [2]),
+        ((-1.9, -1e18, -2.1, 1e30, -2.2), "w", [1, 3]),  # two of five
+        ((-2.0, -2.0, 1e13), "w", [2]),  # the others made no step
+        ((0.9, 1.1, 1e37), "bn.running_var", [2]),
+        ((-1.9, 1e18), "w", []),  # which of the two is wrong is not known
+        ((-2.0, -2.0, -1.9), "w", []),  # one of three made steps
+        ((-1.9, -2.1, 1.9e9), "w", []),  # the largest value of a run that diverged
+        ((-1.9, -2.1, 6e12), "w", []),
+        ((1e13, 2e13, 9e15), "w", []),  # a regression in small units
+        ((5e17, -3e17, 1.9e21), "w", []),  # a run that diverged on all clients
+        # One client has the feature in millions, another one as time in milliseconds.
+        ((1.0, 1.0, 1e12, 3e24), "bn.running_var", []),
+        ((0.0, 0.0, 1e6, 1.7e12), "bn.running_mean", []),
     ],
 )
-def test_an_honest_value_is_not_absurd(values: Sequence[float]) -> None:
-    assert left_out(*values) == []
-
-
-def test_variances_of_raw_features_are_not_absurd() -> None:
-    """One client has the feature in millions, another one as time in milliseconds."""
-    assert left_out(1.0, 1.0, 1e12, 3e24, key="bn.running_var") == []
-    assert left_out(0.0, 0.0, 1e6, 1.7e12, key="bn.running_mean") == []
+def test_values_that_training_cannot_make_are_absurd_beside_ordinary_ones(
+    values: tuple[float, ...], key: str, expected: list[int]
+) -> None:
+    assert left_out(*values, key=key) == expected
 
 
 def test_a_large_constant_of_the_model_is_not_absurd() -> None:
@@ -131,15 +123,6 @@ def test_replies_are_left_unmodified_and_the_mean_is_a_copy(count: int) -> None:
     for reply, old in zip(replies, before, strict=True):
         assert reply["w"].tobytes() == old.tobytes()
         assert not np.shares_memory(reply["w"], mean["w"])
-
-
-@pytest.mark.parametrize("scale", [2, 10, 1000])
-def test_weights_are_free_of_scale(scale: int) -> None:
-    rng = np.random.default_rng(1)
-    replies = [{"w": rng.normal(size=50).astype(np.float32)} for _ in range(3)]
-    once = weighted_mean(replies, [1, 2, 7])["w"]
-    scaled = weighted_mean(replies, [scale, 2 * scale, 7 * scale])["w"]
-    assert once.tobytes() == scaled.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -182,6 +165,9 @@ def test_the_mean_depends_neither_on_threads_nor_on_positions() -> None:
     weights = list(random.random(19))
     replies = [{key: random.normal(size=size) for key, size in sizes.items()} for _ in weights]
     apart = weighted_mean(replies, weights)
+    for key in sizes:
+        expected = np.average([reply[key] for reply in replies], axis=0, weights=weights)
+        np.testing.assert_allclose(apart[key], expected, rtol=1e-11, atol=1e-13)
     single = weighted_mean([{"one": reply["one"]} for reply in replies], weights)
     np.testing.assert_array_equal(single["one"], apart["one"])
     together = weighted_mean([{"w": np.concatenate([*reply.values()])} for reply in replies], weights)
@@ -249,11 +235,6 @@ def reply(**changes: np.ndarray | None) -> dict[str, np.ndarray]:
     return {key: value for key, value in changed.items() if value is not None}
 
 
-def test_a_good_reply_and_a_variance_of_zero_have_no_fault() -> None:
-    for good in (reply(), reply(bn__running_var=np.zeros(2, np.float32))):
-        assert arrays_problem(good, LIKE) is None
-
-
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -271,17 +252,17 @@ def test_a_good_reply_and_a_variance_of_zero_have_no_fault() -> None:
     ],
 )
 def test_each_fault_is_named(bad: dict[str, np.ndarray], words: list[str]) -> None:
-    found = arrays_problem(bad, LIKE)
-    assert found is not None
-    for word in words:
-        assert word in found
+    found = str(arrays_problem(bad, LIKE))
+    assert all(word in found for word in words), found
 
 
-def test_many_missing_keys_are_counted() -> None:
-    like = {f"w{i}": np.zeros(1) for i in range(9)}
-    found = arrays_problem({}, like)
-    assert found is not None
-    assert "'w0', 'w1', 'w2' and 6 more" in found
+def test_a_good_reply_has_no_fault_and_only_expected_keys_must_come_back() -> None:
+    for good in (reply(), reply(bn__running_var=np.zeros(2, np.float32))):
+        assert arrays_problem(good, LIKE) is None
+    part = {"conv.weight": LIKE["conv.weight"]}
+    assert arrays_problem(part, LIKE, expected=["conv.weight"]) is None
+    assert "bn.running_mean" in str(arrays_problem(reply(), LIKE, expected=["conv.weight"]))
+    assert "'w0', 'w1', 'w2' and 6 more" in str(arrays_problem({}, {f"w{i}": np.zeros(1) for i in range(9)}))
 
 
 def test_values_whose_weighted_sum_may_be_infinite_are_a_fault() -> None:
@@ -291,22 +272,6 @@ def test_values_whose_weighted_sum_may_be_infinite_are_a_fault() -> None:
     arrays = {"w": np.array([0.0, -1e280])}
     assert arrays_problem(arrays, arrays) is None
     assert np.isfinite(weighted_mean([arrays, arrays], [MOST_EXAMPLES, MOST_EXAMPLES])["w"]).all()
-
-
-def test_only_expected_keys_must_come_back() -> None:
-    part = {"conv.weight": LIKE["conv.weight"]}
-    assert arrays_problem(part, LIKE, expected=["conv.weight"]) is None
-    found = arrays_problem(reply(), LIKE, expected=["conv.weight"])
-    assert found is not None
-    assert "bn.running_mean" in found
-
-
-@pytest.mark.parametrize("value", [2**62 + 1, 2**63 - 1, -(2**63), 2**53 + 1])
-def test_large_integers_that_are_equal_are_their_mean(value: int) -> None:
-    arrays = {"count": np.array([value, 7], np.int64)}
-    mean = weighted_mean([arrays] * 3, [1.0, 2.0, 3.0])["count"]
-    assert mean.tolist() == [value, 7]
-    assert cast(mean, mean.dtype).tolist() == [value, 7]
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -322,17 +287,6 @@ def test_a_reply_of_weight_zero_has_no_influence(place: int, dtype: type) -> Non
         assert mean.tobytes() == weighted_mean([{"w": each} for each in others], [1.0, 2.0])["w"].tobytes()
         expected = (others[0].astype(float) + 2 * others[1]) / 3
         np.testing.assert_allclose(mean, expected.astype(dtype) if dtype != np.int64 else np.rint(expected), rtol=1e-6)
-
-
-def test_a_small_weight_takes_no_digits_of_the_mean() -> None:
-    arrays = [{"w": np.array([value])} for value in (1e12, 0.123456789012345, 0.223456789012345)]
-    assert weighted_mean(arrays, [1e-300, 1.0, 1.0])["w"][0] == pytest.approx(0.173456789012345, rel=1e-15)
-
-
-def test_the_mean_of_large_integers_keeps_their_small_differences() -> None:
-    first = 2**62
-    arrays = [{"count": np.array([first + step], np.int64)} for step in (0, 4096, 8192)]
-    assert weighted_mean(arrays, [1.0] * 3)["count"].tolist() == [first + 4096]
 
 
 # --- pooled statistics ---

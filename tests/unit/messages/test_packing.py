@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from typing import Any
 
@@ -13,7 +12,6 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 
-from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, read_npy, record_of, size_of, unpack
 
 MODEL = {
@@ -77,6 +75,8 @@ def test_arrays_that_nobody_can_change_are_not_copied() -> None:
 def test_a_value_that_is_no_array_of_numpy_is_named(value: Any, kind: str) -> None:
     with pytest.raises(TypeError, match=f"'1' is a {kind}; expected a NumPy array"):
         pack({"0": np.ones(2), "1": value})
+    with pytest.raises(TypeError, match="'w' holds Python objects"):
+        pack({"w": np.array([None])})
     scalar: Any = np.float32(2)
     same(unpack(pack({"0": scalar})), {"0": np.array(2, np.float32)})
 
@@ -130,13 +130,6 @@ def test_shared_arrays_are_read_only(arrays: dict[str, np.ndarray]) -> None:
     same(unpack(record), arrays)
 
 
-def test_a_tensor_s_memory_is_not_shared() -> None:
-    tensor = torch.ones(3)
-    record = pack({"w": tensor.numpy()})
-    tensor.zero_()
-    assert unpack(record)["w"].tolist() == [1, 1, 1]
-
-
 def test_data_cannot_be_replaced() -> None:
     """Which would leave the array in memory as it was."""
     array = pack({"w": np.ones(3)})["w"]
@@ -161,19 +154,3 @@ def test_npy_bytes_are_read_as_numpy_reads_them(value: np.ndarray) -> None:
     found = read_npy(FlowerArray(value).data)
     assert found.dtype == value.dtype
     np.testing.assert_array_equal(found, value)
-
-
-def test_bytes_that_are_cut_short_or_hold_objects_are_refused() -> None:
-    data = FlowerArray(np.arange(6.0)).data
-    for bad in (data[:-1], data[:40], b"", b"\x93NUMPY\x01\x00", b"nonsense" * 20):
-        with pytest.raises(MessageError, match=r"version 1\.0|match its|not describe an array"):
-            read_npy(bad)
-    buffer = io.BytesIO()
-    np.save(buffer, np.array([None]), allow_pickle=True)
-    with pytest.raises(MessageError, match="not describe an array of numbers"):
-        read_npy(buffer.getvalue())
-
-
-def test_arrays_of_objects_are_refused() -> None:
-    with pytest.raises(TypeError, match="'w' holds Python objects"):
-        pack({"w": np.array([None])})

@@ -48,6 +48,12 @@ def test_a_file_is_loaded_with_statistics(tmp_path: Path, counters: bool) -> Non
     source = trained("cnn", 10)
     loaded = build_model("cnn", 10, weights=write(source, tmp_path / "a.safetensors", counters=counters))
     assert same(source, loaded)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    assert same(source, build_model("cnn", 10, weights=str(tmp_path / "weights.pt"))), (
+        "a state dict of torch is read too"
+    )
+    with pytest.raises(SettingsError, match="norm 'fixup' draws its own weights"):
+        build_model("resnet20", 10, "fixup", weights="DEFAULT")
 
 
 def test_another_number_of_classes_keeps_the_last_layer_as_drawn(
@@ -118,23 +124,12 @@ def test_weights_that_do_not_fit_are_refused_with_their_keys(
         build_model(name, 10, weights=weights, input_shape=(3, 8, 8) if name == "cnn" else None)
 
 
-def test_a_state_dict_of_torch_is_read_as_a_safetensors_file_is(tmp_path: Path) -> None:
-    source = trained("cnn", 10)
-    torch.save(source.state_dict(), tmp_path / "weights.pt")
-    assert same(source, build_model("cnn", 10, weights=str(tmp_path / "weights.pt")))
-
-
 def test_weights_for_colour_images_fit_grey_ones(tmp_path: Path) -> None:
     """A grey image has the outputs of a colour image whose three channels are equal to it."""
     source = trained("cnn", 10, input_shape=(3, 8, 8)).eval()
     loaded = build_model("cnn", 10, weights=write(source, tmp_path / "a.safetensors"), input_shape=(1, 8, 8)).eval()
     images = torch.randn(4, 1, 8, 8)
     torch.testing.assert_close(loaded(images), source(images.expand(-1, 3, -1, -1)))
-
-
-def test_fixup_draws_weights_of_its_own() -> None:
-    with pytest.raises(SettingsError, match="norm 'fixup' draws its own weights"):
-        build_model("resnet20", 10, "fixup", weights="DEFAULT")
 
 
 def test_an_experiment_starts_from_its_weights(tmp_path: Path) -> None:

@@ -60,6 +60,20 @@ def test_what_needs_its_arithmetic_names_layer_and_type() -> None:
         convert_norm(model(), "gn")
 
 
+class Doubled(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("layer", [convert_norm(nn.Sequential(nn.BatchNorm1d(4)), "brn")[0], Doubled(4)])  # type: ignore[index]
+def test_an_exchange_refuses_batch_norms_with_arithmetic_of_their_own_unless_they_are_frozen(layer: nn.Module) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), layer)
+    with pytest.raises(SettingsError, match=f"'1' is a {type(layer).__name__}, whose own arithmetic would be lost"):
+        exchanged_layers(net)
+    with frozen_norm(net, frozenset({Role.STATISTICS})):
+        assert not exchanged_layers(net)
+
+
 def test_norms_without_statistics_of_a_batch_stay_as_they_are() -> None:
     """An instance norm that tracks statistics, and a batch norm that is always frozen."""
     others = nn.InstanceNorm2d(4, track_running_stats=True), FrozenBatchNorm2d(4)

@@ -5,20 +5,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from fedbn_flwr import BNClient, Role, convert_norm
-from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.step import LayerwiseStep
+from fedbn_flwr import Role, convert_norm
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.statistics import frozen_norm, reestimate
 from fedbn_flwr.norms.variants import BatchRenorm
-from tests.support.cohort import alone
 from tests.support.nets import close, two_norms
 
 CPU = torch.device("cpu")
@@ -173,41 +168,6 @@ def test_statistics_are_re_estimated_as_those_of_batch_norm() -> None:
     for key, value in expected.items():
         close(found[key], value)
     assert int(net[1].num_batches_tracked) == 0
-
-
-def test_a_client_counts_the_steps_of_its_own_warm_up_over_rounds() -> None:
-    net = convert_norm(two_norms(), "brn", warmup=3, r_steps=3, d_steps=3)
-    data = [(torch.randn(4, 2, 5, 5, dtype=torch.float64) * (i + 1), torch.arange(4) % 3) for i in range(2)]
-    context = Context(0, 0, {"partition-id": 0}, RecordDict(), {})
-    arrays = {
-        key: value.numpy().copy() for key, value in net.state_dict().items() if roles(net)[key] is not Role.COUNTER
-    }
-    for done in (2, 4):
-        client = BNClient(copy.deepcopy(net), data, lr=0.01, context=context)
-        sent = client.train_round(arrays, {}).arrays
-        assert int(client.model[1].num_batches_tracked) == done
-        assert set(sent) == set(arrays)
-        assert not np.array_equal(sent["1.running_mean"], arrays["1.running_mean"])
-        arrays = sent
-
-
-class Doubled(nn.BatchNorm2d):
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
-
-def test_a_layer_wise_step_refuses_other_kinds_of_batch_norm() -> None:
-    step = LayerwiseStep(alone)
-    x, y = torch.randn(4, 2, 5, 5, dtype=torch.float64), torch.arange(4) % 3
-    with pytest.raises(SettingsError, match="'1' is a BatchRenorm, whose own arithmetic would be lost"):
-        step(convert_norm(two_norms(), "brn"), x, y, F.cross_entropy)
-    net = two_norms()
-    net[1] = Doubled(4).double()
-    with pytest.raises(SettingsError, match="'1' is a Doubled, whose own arithmetic would be lost"):
-        step(net, x, y, F.cross_entropy)
-    frozen = frozen_norm(net, frozenset({Role.STATISTICS}))  # a frozen norm is no part of the exchange
-    with frozen, pytest.raises(MessageError, match="there is nothing to exchange"):
-        step(net, x, y, F.cross_entropy)
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import fields
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.extensions.streams.config import PREFIX, ExchangeConfig
 from fedbn_flwr.strategies import FedTAN
 from tests.support.command import ROOT
+from tests.support.fuzz import cases
 
 
 def prepared(environment: dict[str, str]) -> None:
@@ -49,3 +53,18 @@ def test_the_variables_of_the_deployment_exist() -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     settings = {key for key in services["superexec-serverapp"]["environment"] if "EXCHANGE" in key}
     assert "FEDBN_EXCHANGE_ADDRESS" in settings <= {f"{PREFIX}{field.name.upper()}" for field in fields(ExchangeConfig)}
+
+
+paths = st.sampled_from(["/dev/null", "/", "missing.pem", str(ROOT / "pyproject.toml"), "x" * 5000])
+addresses = st.sampled_from(
+    ["localhost:1", "0.0.0.0:80", ":", "a:b", "[::1]:9", "127.0.0.1:" + "1" * 5000, "host:٣", ""]
+)
+values = addresses | paths | st.sampled_from(["1", "0", "yes", "TRUE"]) | st.text(max_size=6)
+names = st.sampled_from(["ADDRESS", "LISTEN", "CERTIFICATE", "KEY", "CA", "ADRESS"])
+
+
+@settings(max_examples=cases(150))
+@given(st.dictionaries(names.map(PREFIX.__add__), values.filter(lambda value: "\0" not in value), max_size=5))
+def test_any_environment_of_the_exchange(environment: dict[str, str]) -> None:
+    with contextlib.suppress(SettingsError):
+        prepared(environment)
