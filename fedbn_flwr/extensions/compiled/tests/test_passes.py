@@ -87,8 +87,8 @@ def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(a[key] - b[key]).max()) for key in a)
 
 
-# FedTAN's steps are layer-wise, FixBN's have frozen statistics in the second round, and HeteroBN's another normaliser.
-QUICK = ("FedAvg", "FedTAN", "FixBN", "HeteroBN")
+# FedTAN's steps are layer-wise, and FixBN's have frozen statistics in the second round.
+QUICK = ("FedTAN", "FixBN")
 
 
 @compiles
@@ -107,7 +107,12 @@ def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, flower_
 
 @compiles
 @pytest.mark.parametrize(
-    ("norm", "config"), [("hbn", {}), ("hbn", {"fedbn.hybrid": "batch"}), ("bn", {"fedbn.freeze": "statistics"})]
+    ("norm", "config"),
+    [
+        ("hbn", {}),
+        pytest.param("hbn", {"fedbn.hybrid": "batch"}, marks=pytest.mark.slow),
+        pytest.param("bn", {"fedbn.freeze": "statistics"}, marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_round_measures_is_that_of_uncompiled_training(norm: str, config: dict[str, Any]) -> None:
     """Also after a round without measurements, whose compiled code has no hooks."""
@@ -202,7 +207,7 @@ class Alternating(nn.Module):
 
 
 @compiles
-@pytest.mark.parametrize("in_thread", [False, True])
+@pytest.mark.parametrize("in_thread", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_network_that_alternates_and_draws_trains_as_without_compilation(in_thread: bool) -> None:
     """In any thread: PyTorch's compiler has separate settings in each, and a layer-wise round trains in its own."""
     ends = []

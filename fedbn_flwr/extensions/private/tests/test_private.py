@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import json
 import logging
 import math
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from scipy.stats import kstest
 
-from fedbn_flwr import LocalGrid, client_app, convert_norm
+from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
@@ -34,8 +33,6 @@ from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
     FedBS,
-    FedProx,
-    FedWon,
     FixBN,
     GlobalMomentum,
     HeteroBN,
@@ -49,7 +46,6 @@ from fedbn_flwr.strategies import (
 from tests.support.bounds import Equal
 from tests.support.command import ROOT, python_blocks
 from tests.support.federations import Federations, last_model, models_of, near, same
-from tests.support.fixtures import small_net
 from tests.support.plugin import RecordingGrid
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
@@ -63,20 +59,28 @@ def spent(strategy: Private) -> dict[str, Any]:
     return report
 
 
-class Replying(LocalGrid):
-    """The clients' replies, with their arrays changed by `change(client, arrays)`."""
+class Changed(LocalGrid):
+    """Replies that `change(node, content)` has changed; nodes have the numbers of their clients."""
 
-    def __init__(self, fed: Any, change: Callable[[int, dict[str, np.ndarray]], dict[str, np.ndarray]]) -> None:
+    def __init__(self, fed: Any, change: Callable[[int, RecordDict], object]) -> None:
         super().__init__(fed.app(), len(fed.data), node_ids=list(range(len(fed.data))))
         self.change = change
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         replies = list(super().send_and_receive(messages, timeout=timeout))
         for reply in replies:
-            if "arrays" in reply.content:
-                arrays = self.change(reply.metadata.src_node_id, dict(unpack(reply.content["arrays"])))
-                reply.content["arrays"] = pack(arrays)
+            self.change(reply.metadata.src_node_id, reply.content)
         return replies
+
+
+def replying(fed: Any, change: Callable[[int, dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Changed:
+    """The arrays of the replies changed."""
+
+    def apply(client: int, content: RecordDict) -> None:
+        if "arrays" in content:
+            content["arrays"] = pack(change(client, dict(unpack(content["arrays"]))))
+
+    return Changed(fed, apply)
 
 
 def one_round(strategy: Private, grid: Any, arrays: ArrayRecord) -> dict[str, np.ndarray]:
@@ -102,25 +106,23 @@ def test_without_clipping_and_noise_it_is_the_uniform_mean(federation: Federatio
 
 def test_twenty_counters_and_variances_do_not_shrink_an_update(federation: Federations) -> None:
     """Twenty batch norms of 50 steps: with Flower's wrapper an update of norm 0.55 keeps 0.0045 of itself."""
-    fed = federation()
-    arrays = {f"bn{i}.{key}": np.asarray(value) for i in range(20) for key, value in
-              {"running_mean": np.zeros(2), "running_var": np.ones(2), "num_batches_tracked": 0}.items()}  # fmt: skip
-    arrays["weight"] = np.zeros(100)
-    step = np.full(100, 0.055)  # of norm 0.55
+    names = [f"bn{i}" for i in range(20)]
+    fed = federation(model=lambda: torch.nn.ModuleDict(
+        {**{name: torch.nn.BatchNorm1d(2) for name in names}, "last": torch.nn.Linear(10, 10, bias=False)}
+    ), dtype=torch.float64)  # fmt: skip
+    before = {key: value.numpy().copy() for key, value in fed.model.state_dict().items()}
+    step = np.full((10, 10), 0.055)  # of norm 0.55
 
     class Grown(LocalGrid):
         def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            arrays = pack({key: value + (step if key == "last.weight" else 50) for key, value in before.items()})
             for message in messages:
-                sent = dict(unpack(message.content["arrays"]))
-                sent = {key: value + {"weight": step}.get(key, 50) for key, value in sent.items()}
-                content = copy.deepcopy(message.content)
-                content["arrays"] = pack(sent)
-                content["metrics"] = MetricRecord({"num-examples": 3})
+                content = RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 3})})
                 yield Message(content, reply_to=message)
 
-    model = one_round(Private(FedAvg(), clip=1.0, noise=0), Grown(fed.app(), 2), pack(arrays))
-    np.testing.assert_allclose(model["weight"], step, rtol=1e-12)
-    assert all(int(model[f"bn{i}.num_batches_tracked"]) == 0 for i in range(20))
+    model = one_round(Private(FedAvg(), clip=1.0, noise=0), Grown(fed.app(), 2), pack(before))
+    np.testing.assert_allclose(model["last.weight"] - before["last.weight"], step, rtol=1e-12)
+    assert all(int(model[f"{name}.num_batches_tracked"]) == 0 for name in names)
 
 
 @pytest.mark.parametrize("statistics", ["noise", "keep", "freeze"])
@@ -136,7 +138,7 @@ def test_replacing_a_client_changes_the_sum_by_at_most_the_sensitivity(
     def mean(change: Any) -> Any:
         bases = {"noise": FedAvg(), "keep": KEEP(), "freeze": FixBN(FedAvg(), freeze_round=0)}
         private = Private(bases[statistics], clip=clip, statistics_clip=clip, noise=0)
-        model = one_round(private, Replying(fed, change), arrays)
+        model = one_round(private, replying(fed, change), arrays)
         return change_of(parts, before, {**before, **model})
 
     def others(client: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -168,51 +170,31 @@ def test_a_client_that_does_not_answer_counts_as_a_change_of_zero(federation: Fe
     """The sum is divided by the clients asked: the noise does not grow, and their number reveals nothing."""
     fed = federation((8, 8, 8), dtype=torch.float64)
     arrays = fed.arrays()
-
-    def refused(client: int, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {key: value * math.nan for key, value in arrays.items()} if client == 1 else arrays
-
-    def zero(client: int, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return dict(unpack(arrays)) if client == 1 else values
-
-    def make() -> Private:
-        return Private(FedAvg(), clip=0.1, noise=0.5, noise_seed=4)
-
-    near(
-        one_round(make(), Replying(fed, refused), arrays),
-        one_round(make(), Replying(fed, zero), arrays),
-        rtol=0,
-        atol=1e-15,
+    refused, zero = (
+        one_round(Private(FedAvg(), clip=0.1, noise=0.5, noise_seed=4), replying(fed, change), arrays)
+        for change in (
+            lambda client, sent: {k: v * math.nan for k, v in sent.items()} if client == 1 else sent,
+            lambda client, sent: dict(unpack(arrays)) if client == 1 else sent,
+        )
     )
-
-
-class Renaming(LocalGrid):
-    """A client has its metrics under another name, and configs under the names of the server's records."""
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        replies = list(super().send_and_receive(messages, timeout=timeout))
-        content = replies[1].content
-        content["other"], content["model"] = content.pop("metrics"), content.pop("arrays")
-        content["metrics"] = content["arrays"] = ConfigRecord({"what": 1})
-        return replies
+    near(refused, zero, rtol=0, atol=1e-15)
 
 
 def test_configs_of_a_client_do_not_replace_records_of_the_server(federation: Federations) -> None:
+    def renamed(client: int, content: RecordDict) -> None:
+        if client == 1:
+            content["other"], content["model"] = content.pop("metrics"), content.pop("arrays")
+            content["metrics"] = content["arrays"] = ConfigRecord({"what": 1})
+
     fed = federation((8, 8, 8))
-    honest, renamed = (
-        one_round(Private(FedAvg(), noise=0.5, noise_seed=4), grid(fed.app(), 3), fed.arrays())
-        for grid in (LocalGrid, Renaming)
+    honest, odd = (
+        one_round(Private(FedAvg(), noise=0.5, noise_seed=4), Changed(fed, change), fed.arrays())
+        for change in (lambda client, content: None, renamed)
     )
-    assert same(honest, renamed)
+    assert same(honest, odd)
 
 
 # --- noise -------------------------------------------------------------------
-
-
-def silent(fed: Any) -> Any:
-    """A grid whose clients change nothing, so that the new model is the noise."""
-    before = unpack(fed.arrays())
-    return Replying(fed, lambda client, arrays: {key: before[key] for key in arrays})
 
 
 def test_the_noise_in_the_model_has_the_declared_size(federation: Federations) -> None:
@@ -221,8 +203,9 @@ def test_the_noise_in_the_model_has_the_declared_size(federation: Federations) -
         torch.nn.Conv2d(2, 64, 3), torch.nn.BatchNorm2d(64), torch.nn.Flatten(), torch.nn.Linear(256, 3)
     ), lr=0.0)  # fmt: skip
     before = unpack(fed.arrays())
+    silent = replying(fed, lambda client, arrays: {key: before[key] for key in arrays})  # so the new model is the noise
     private = Private(FedAvg(), clip=0.5, noise=2.0, statistics_clip=0.25, statistics_noise=1.0, noise_seed=2)
-    change = change_of(parts_of(before, roles(before)), before, one_round(private, silent(fed), fed.arrays()))
+    change = change_of(parts_of(before, roles(before)), before, one_round(private, silent, fed.arrays()))
     assert change["weights"].size > 1800
     assert kstest(change["weights"] / (2.0 * 0.5 / 4), "norm").pvalue > 1e-3
     assert change["statistics"].size == 128
@@ -253,10 +236,6 @@ def test_rounds_have_noise_of_their_own(federation: Federations) -> None:
 # --- what is sent ------------------------------------------------------------
 
 
-def with_counters(fed: Any) -> ArrayRecord:
-    return ArrayRecord(fed.model.state_dict())
-
-
 @pytest.mark.parametrize(
     "base",
     [FedAvg, FedBN, SiloBN, KEEP, lambda: MeanStatistics(flower.FedAdam()), lambda: FixBN(FedAvg(), freeze_round=0)],
@@ -264,7 +243,7 @@ def with_counters(fed: Any) -> ArrayRecord:
 def test_only_what_is_accounted_for_changes(federation: Federations, base: Any) -> None:
     fed = federation()
     grid = RecordingGrid(fed.app(), 2)
-    start = with_counters(fed)
+    start = ArrayRecord(fed.model.state_dict())
     rule = Private(base())
     models: list[dict[str, np.ndarray]] = []
     rule.start(grid, start, num_rounds=2, evaluate_fn=lambda _, arrays: models.append(dict(unpack(arrays))))
@@ -291,12 +270,6 @@ def test_the_wrapped_strategy_sees_no_metrics(federation: Federations) -> None:
         assert spent(private).get("not_accounted", []) == (["metrics of the clients' training"] if metrics else [])
 
 
-def test_evaluations_on_clients_are_named(federation: Federations) -> None:
-    fed, private = federation(), Private(FedAvg())
-    private.start(fed.grid(), fed.arrays(), num_rounds=1)
-    assert spent(private)["not_accounted"] == ["metrics of evaluations on clients"]
-
-
 # --- epsilon -----------------------------------------------------------------
 
 
@@ -321,35 +294,25 @@ def test_every_release_is_accounted_for(federation: Federations, options: dict[s
     assert (spent(private)["delta"], spent(private)["releases"]) == (1e-6, 3)
 
 
-def test_a_client_pays_for_the_rounds_in_which_it_was_asked(federation: Federations) -> None:
-    """And all pay for rounds with clients that reported no partition."""
-    fed = federation((8,) * 4)
-    base = KEEP(fraction_train=0.5, fraction_evaluate=0.0)
-    private, grid = Private(base, noise=3.0), RecordingGrid(fed.app(), 4)
-    private.start(grid, fed.arrays(), num_rounds=6)
-    times = [0] * 4
-    for reply in grid.replies:
-        if reply.metadata.message_type == "train":
-            times[reply.content["client"]["partition-id"]] += 1
-    assert sum(times) == 12
-    assert max(times) < 6
-    assert spent(private)["epsilon"] == pytest.approx(epsilon_of(math.sqrt(max(times)) / 3.0, 1e-5))
+@pytest.mark.parametrize("named", [True, False])
+def test_a_client_pays_for_the_rounds_in_which_it_was_asked_or_may_have_been(
+    federation: Federations, named: bool
+) -> None:
+    """Clients that report no partition may be any client, so all pay for all rounds."""
+    fed, asked = federation((8,) * 4), Counter[int]()
 
-
-def test_unknown_clients_may_be_any_client(federation: Federations) -> None:
-    fed = federation((8,) * 4)
-
-    class Nameless(LocalGrid):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-            replies = list(super().send_and_receive(messages, timeout=timeout))
-            for reply in replies:
-                reply.content.pop("client", None)
-                reply.content["metrics"].pop("partition-id", None)
-            return replies
+    def noted(client: int, content: RecordDict) -> None:
+        if "arrays" in content:
+            asked[client] += 1
+        if not named:
+            content.pop("client", None)
+            content["metrics"].pop("partition-id", None)
 
     private = Private(KEEP(fraction_train=0.5, fraction_evaluate=0.0), noise=3.0)
-    private.start(Nameless(fed.app(), 4), fed.arrays(), num_rounds=6)
-    assert spent(private)["epsilon"] == pytest.approx(epsilon_of(math.sqrt(6) / 3.0, 1e-5))
+    private.start(Changed(fed, noted), fed.arrays(), num_rounds=6)
+    assert (asked.total(), max(asked.values()) < 6) == (12, True)
+    rounds = max(asked.values()) if named else 6
+    assert spent(private)["epsilon"] == pytest.approx(epsilon_of(math.sqrt(rounds) / 3.0, 1e-5))
 
 
 def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,6 +322,7 @@ def test_the_end_of_a_run_shows_epsilon(federation: Federations, caplog: pytest.
     (line,) = [record.message for record in caplog.records if record.message.startswith("privacy: ")]
     assert f"epsilon {spent(private)['epsilon']:.4g} at delta 1e-05 against all who see the model" in line
     assert "not accounted for: metrics of evaluations on clients" in line
+    assert spent(private)["not_accounted"] == ["metrics of evaluations on clients"]
 
 
 # --- what is refused ---------------------------------------------------------
@@ -408,26 +372,19 @@ def test_what_would_not_be_accounted_for_is_refused(make: Callable[[], Any], wor
         make()
 
 
-def test_a_model_that_it_cannot_protect_is_refused(federation: Federations) -> None:
-    fed = federation()
-    with pytest.raises(SettingsError, match="real and imaginary parts"):
-        Private(FedAvg()).start(fed.grid(), pack({"weight": np.ones(2, np.complex64)}), num_rounds=1)
-
-
-@pytest.mark.parametrize("base", [FedAvg, FedProx, FedWon, SiloBN, FedBN, lambda: FixBN(FedProx(), freeze_round=1)])
-def test_it_composes(federation: Federations, base: Any) -> None:
-    model = (lambda: convert_norm(small_net(), "won")) if base is FedWon else small_net
-    fed, private = federation(lr=0.05, model=model), Private(base(), noise=0.1, clip=0.2, noise_seed=1)
-    last = last_model(fed, private, 3)
-    assert all(np.isfinite(value).all() for value in last.values())
-    assert spent(private)["releases"] == 3
-
-
 def test_a_client_that_ignores_the_freeze_is_refused(federation: Federations) -> None:
     fed = federation()
-    grid = Replying(fed, lambda client, arrays: {key: value + 0.1 for key, value in arrays.items()})
+    grid = replying(fed, lambda client, arrays: {key: value + 0.1 for key, value in arrays.items()})
     with pytest.raises(RunFailed, match=r"it changed '1.running_mean', which is frozen"):
         one_round(Private(FixBN(FedAvg(), freeze_round=0)), grid, fed.arrays())
+
+
+def test_what_it_cannot_protect_is_refused(federation: Federations) -> None:
+    with pytest.raises(SettingsError, match="real and imaginary parts"):
+        Private(FedAvg()).start(federation().grid(), pack({"weight": np.ones(2, np.complex64)}), num_rounds=1)
+    text = EXPERIMENT.replace("BASE", "{name: FedProx}") + "evaluate: {dynamics: true}\n"
+    with pytest.raises(SettingsError, match=r"evaluate.dynamics is true .* Private.* adds noise"):
+        prepare(read_experiment(parse_yaml(text)))
 
 
 # --- experiments -------------------------------------------------------------
@@ -459,22 +416,11 @@ def test_an_experiment_s_summary_has_epsilon(
     )
 
 
-def test_an_experiment_does_not_write_statistics_of_single_clients(tmp_path: Path) -> None:
-    text = EXPERIMENT.replace("BASE", "{name: FedProx}") + "evaluate: {dynamics: true}\n"
-    with pytest.raises(SettingsError, match=r"evaluate.dynamics is true .* Private.* adds noise"):
-        prepare(read_experiment(parse_yaml(text)))
-
-
-PAGE = (ROOT / "docs" / "strategies" / "private.md").read_text(encoding="utf-8")
-
-
 def test_the_page_s_examples_work(capsys: pytest.CaptureFixture[str]) -> None:
-    (epsilon,) = python_blocks(PAGE)
+    page = (ROOT / "docs" / "strategies" / "private.md").read_text(encoding="utf-8")
+    (epsilon,) = python_blocks(page)
     exec(epsilon, {})
     assert float(capsys.readouterr().out) == pytest.approx(epsilon_of(math.sqrt(30 * (1 / 4 + 1 / 16)), 1e-5))
-    (experiment,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    (prepared,) = prepare(read_experiment(parse_yaml("model: {name: cnn}\n" + experiment)))
-    assert isinstance(prepared.rule, Private)
 
 
 class Reporting(NumPyClient):

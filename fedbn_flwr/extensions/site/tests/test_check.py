@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from fedbn_flwr import __version__, cli
+from fedbn_flwr.extensions.site import needs
 from tests.support.certificates import valid_until
 from tests.support.images import write_pictures
 from tests.support.network import make_keys, needs_tools
@@ -282,7 +283,7 @@ def test_the_validity_of_certificates_is_checked(
 
 
 def test_a_server_that_cannot_be_trusted_or_reached_is_named(
-    keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def server(address: str, *words: str | Path, authority: Path = keys / "ca.crt") -> dict[str, str]:
         code, found = check(capsys, "--root-certificates", authority, "--superlink", address, *words)
@@ -318,9 +319,10 @@ def test_a_server_that_cannot_be_trusted_or_reached_is_named(
     assert "server" not in missing
     assert "cannot resolve" in server("no-such-host.invalid:8443")["found"]
     assert "HOST:PORT" in server("localhost")["cure"]
+    monkeypatch.setattr(needs, "_TIMEOUT", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         found = server(f"127.0.0.1:{silent.getsockname()[1]}")
-        assert "does not answer within 5 s" in found["found"], found
+        assert "does not answer within 1 s" in found["found"], found
 
 
 def test_data_of_a_site_are_described_and_broken_data_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,9 @@ def prepared(environment: dict[str, str]) -> None:
 def test_without_an_address_there_is_no_service() -> None:
     assert ExchangeConfig.from_environment({"FEDBN_OUT": "/runs"}) is None
     assert ExchangeConfig.from_environment({"FEDBN_EXCHANGE_ADDRESS": ""}) is None
+    found = ExchangeConfig.from_environment({"FEDBN_EXCHANGE_ADDRESS": "example.org:8001"})
+    assert found is not None
+    assert found.listens_on == "0.0.0.0:8001"
 
 
 @pytest.mark.parametrize(

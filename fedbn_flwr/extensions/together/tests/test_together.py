@@ -26,7 +26,7 @@ from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.optimizers import make_optimizer
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
 from fedbn_flwr.client.training import Trained, Training, train
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.extensions.together import parked
 from fedbn_flwr.extensions.together.groups import Row, row_of, train_rows
 from fedbn_flwr.extensions.together.parked import TogetherPool
@@ -50,7 +50,7 @@ from fedbn_flwr.strategies import (
     Wrapper,
 )
 from fedbn_flwr.strategies.fedprox import FedProxClient  # type: ignore[import-untyped]
-from tests.support.federations import models_of, same
+from tests.support.federations import models_of, near, same
 from tests.support.fixtures import small_net
 
 Federations = Callable[..., Any]
@@ -61,18 +61,6 @@ def mlp(norm: Callable[[int], nn.Module] | None = nn.BatchNorm1d) -> nn.Module:
     if norm is not None:
         layers.insert(2, norm(12))
     return nn.Sequential(*layers)
-
-
-class Residual(nn.Module):
-    """Functions and an addition instead of a sequence of modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        x = torch.flatten(inputs, 1)
-        return self.last(x + 0.5 * F.relu(self.norm(self.first(x))))  # type: ignore[no-any-return]
 
 
 class Branching(nn.Linear):
@@ -149,20 +137,40 @@ NETWORKS = {
     ),
     "layer norm": partial(mlp, nn.LayerNorm),
     "group norm": lambda: mlp(lambda n: nn.GroupNorm(3, n)),
-    "residual": Residual,
 }
+Groups = list[tuple[int, int]]
 
 
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of clients that have trained at once."""
-    found: list[int] = []
+def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
+    """The numbers of clients that have trained at once, and of their kinds."""
+    found: Groups = []
 
     def noted(rows: Sequence[Row]) -> None:
         train_rows(rows)
-        found.append(sum(row.trained is not None for row in rows))
+        if rows:  # not of a query
+            found.append((sum(row.trained is not None for row in rows), len({row.kind for row in rows})))
 
     monkeypatch.setattr(parked, "train_rows", noted)
+    return found
+
+
+def both(
+    fed: Any,
+    make: Callable[[], Any],
+    rounds: int = 2,
+    *,
+    most: int = 3,
+    app: ClientApp | None = None,
+    rtol: float = 1e-10,
+    atol: float = 1e-12,
+) -> list[Arrays]:
+    """The models of clients that train at once, which are those of clients that train one after the other."""
+    expected = models_of(fed, make(), rounds, app)
+    found = models_of(fed, make(), rounds, grid=fed.grid(app, pool=partial(TogetherPool, most=most)))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        near(mine, theirs, rtol=rtol, atol=atol)
     return found
 
 
@@ -176,6 +184,8 @@ def rounds(
         inputs = torch.randn(size, 2, 4, 4, generator=generator, dtype=torch.float64) * (1 + client) + client
         targets = options.get("type", Tensor.long)(torch.randint(3, (size,), generator=generator))
         batches = [pair for pair in zip(inputs.split(batch), targets.split(batch), strict=True) if len(pair[0]) > 1]
+        if client == options.get("ignoring"):  # of five examples
+            batches = [(x, y.where(torch.arange(len(y)) % 2 == 0, -100)) for x, y in batches]
         own = copy.deepcopy(model).double().train()
         loss = options.get("loss", make_loss("cross_entropy"))
         given = {name: options[name] for name in ("momentum", "weight_decay", "clip") if name in options}
@@ -210,34 +220,25 @@ def kinds(trainings: list[Training]) -> list[Row]:
     return [row for training in trainings if isinstance(row := row_of(training), Row)]
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_any_network_trains_as_one_after_the_other(name: str) -> None:
-    model = NETWORKS[name]()
-    assert isinstance(network_of(copy.deepcopy(model).double()), Network)
-    check(rounds(model), rounds(model))
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("network", "options"),
     [
-        {"momentum": 0.9},
-        {"momentum": 0.9, "weight_decay": 1e-2},
-        {"optimizer": {"name": "sgd", "nesterov": True}, "momentum": 0.5},
-        {"clip": 0.3},
-        {"loss": make_loss("cross_entropy", label_smoothing=0.1)},
+        *((name, {}) for name in NETWORKS),
+        ("batch norm", {"momentum": 0.9}),
+        ("batch norm", {"momentum": 0.9, "weight_decay": 1e-2}),
+        ("batch norm", {"optimizer": {"name": "sgd", "nesterov": True}, "momentum": 0.5}),
+        ("batch norm", {"clip": 0.3}),
+        ("batch norm", {"loss": make_loss("cross_entropy", label_smoothing=0.1)}),
+        ("batch norm", {"sizes": (4, 41, 2, 17, 3), "epochs": 3}),  # one batch or many
+        ("batch norm", {"ignoring": 3}),
+        ("batch norm", {"type": Tensor.byte}),
     ],
-    ids=" ".join,
 )
-def test_optimisers_clipping_and_losses(options: dict[str, Any]) -> None:
-    model = mlp()
+def test_rounds_train_as_one_after_the_other(network: str, options: dict[str, Any]) -> None:
+    model = NETWORKS[network]()
     ours = rounds(model, **options)
     assert len({row.kind for row in kinds(rounds(model, **options))}) == 1
     check(ours, rounds(model, **options))
-
-
-def test_clients_with_one_batch_or_many_take_their_own_number_of_steps() -> None:
-    model, sizes = mlp(), (4, 41, 2, 17, 3)
-    check(rounds(model, sizes, epochs=3), rounds(model, sizes, epochs=3))
 
 
 @pytest.fixture(autouse=True)
@@ -302,38 +303,7 @@ def test_networks_that_draw_or_count_train_alone(name: str) -> None:
 @pytest.mark.parametrize("model", [tied, *IMPURE.values(), lambda: doubling(1)], ids=["tied", *IMPURE, "own forward"])
 def test_such_networks_train_as_one_after_the_other(model: Callable[[], nn.Module], federation: Federations) -> None:
     fed = federation((8, 12, 11), batches=3, model=model, dtype=torch.float64, lr=0.05, epochs=2)
-    expected = models_of(fed, FedAvg(), 2, with_one_model(fed))
-    grid = fed.grid(with_one_model(fed), pool=partial(TogetherPool, most=3))
-    assert all(map(same, models_of(fed, FedAvg(), 2, grid=grid), expected))
-
-
-class OwnScaleClient(ClientRule):
-    """A rule with a number of its own, from the client's data."""
-
-    keys: ClassVar[dict[str, Key]] = {"test.own-scale": Key("float", "a test's key")}
-
-    def begin(self, w: Tensors) -> Memo:
-        self.scale = next(iter(self.local.epoch(0)))[0].std().item()
-        return {}
-
-    def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
-        for gradient in g.values():
-            gradient.mul_(self.scale)
-
-
-class OwnScale(FedAvg):
-    def config(self, round: Round) -> Config:
-        return {"test.own-scale": 1.0}
-
-
-def test_rules_for_each_client_have_their_own_numbers(federation: Federations, groups: list[int]) -> None:
-    """Batches of different shapes are trained in parts of the group, whose rules are theirs too."""
-    fed = federation((8, 12, 11, 8), batches=3, model=mlp, dtype=torch.float64, lr=0.05, epochs=2)
-    expected = models_of(fed, OwnScale(), 2)
-    found = models_of(fed, OwnScale(), 2, grid=fed.grid(pool=partial(TogetherPool, most=4)))
-    for key in expected[-1]:
-        np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
-    assert 4 in groups
+    both(fed, FedAvg, app=with_one_model(fed), rtol=0, atol=0)
 
 
 class DrawingClient(ClientRule):
@@ -380,14 +350,11 @@ def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_clients_that_draw_random_numbers_in_training_do_so_alone(
     make: Callable[[], Any], loss: Any, federation: Federations
 ) -> None:
-    fed = federation((12, 8, 8), model=mlp, dtype=torch.float64, loss=loss)
-    expected, after = models_of(fed, make(), 2), []
+    fed, after = federation((12, 8, 8), model=mlp, dtype=torch.float64, loss=loss), []
     for seed in range(2):
         torch.manual_seed(seed)
         random.seed(seed)
-        found = models_of(fed, make(), 2, grid=fed.grid(pool=partial(TogetherPool, most=3)))
-        for key in expected[-1]:
-            np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
+        both(fed, make)
         after.append((random.random(), torch.rand(1).item()))
     assert after[0] != after[1]
 
@@ -402,10 +369,7 @@ def test_clients_that_train_alone_draw_what_they_draw_alone(hook: str, federatio
         own = DataLoader(data[int(context.node_config["partition-id"])], batch_size=4, shuffle=True)
         return BNClient(copy.deepcopy(fed.model), own, context=context, **fed.options)
 
-    app = client_app(make_client)
-    expected = models_of(fed, Drawing(FedAvg(), hook), 2, app)
-    found = models_of(fed, Drawing(FedAvg(), hook), 2, grid=fed.grid(app, pool=partial(TogetherPool, most=3)))
-    assert all(map(same, found, expected))
+    both(fed, lambda: Drawing(FedAvg(), hook), app=client_app(make_client), rtol=0, atol=0)
 
 
 class FirstGradientClient(ClientRule):
@@ -427,7 +391,7 @@ class FirstGradientClient(ClientRule):
 @pytest.mark.parametrize("base", [FedAvg, partial(FedTAN, min_batch=1)], ids=["FedAvg", "FedTAN"])
 @pytest.mark.parametrize("ill", [False, True], ids=["at once", "each alone"])
 def test_begin_has_the_first_gradient_and_rules_begin_anew_alone(
-    base: Any, ill: bool, federation: Federations, groups: list[int]
+    base: Any, ill: bool, federation: Federations, groups: Groups, flower_log: pytest.LogCaptureFixture
 ) -> None:
     class FirstGradient(Wrapper):
         def config(self, round: Round) -> Config:
@@ -436,31 +400,10 @@ def test_begin_has_the_first_gradient_and_rules_begin_anew_alone(
     fed = federation((8, 12, 11, 8), batches=3, model=mlp, dtype=torch.float64, lr=0.01, epochs=2)
     if ill:  # found in the last step
         fed.data[1].batches[-1][1].fill_(7)
-    expected = models_of(fed, FirstGradient(base()), 2)
-    found = models_of(fed, FirstGradient(base()), 2, grid=fed.grid(pool=partial(TogetherPool, most=4)))
     exact = ill and base is FedAvg  # FedTAN's clients replay what they have agreed on at once
-    for key in expected[-1]:
-        np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=0 if exact else 1e-10)
-    assert base is not FedAvg or groups[0] == (0 if ill else 4)
-
-
-def test_a_begin_without_a_memo_is_an_error_of_each_client(federation: Federations) -> None:
-    class NoMemoClient(ClientRule):
-        keys: ClassVar[dict[str, Key]] = {"test.no-memo": Key("true", "a test's key")}
-
-        def begin(self, w: Tensors) -> Memo:
-            return None  # type: ignore[return-value]
-
-    class NoMemo(FedAvg):
-        def config(self, round: Round) -> Config:
-            return {"test.no-memo": True}
-
-    fed = federation((12, 8, 8), model=mlp)
-    for pool in ({}, {"pool": partial(TogetherPool, most=3)}):
-        with pytest.raises(RunFailed) as error:
-            NoMemo().start(fed.grid(**pool), fed.arrays(), num_rounds=1)
-        problem = "NoMemoClient.begin returned None; expected a dict, which may be empty"
-        assert str(error.value).count(problem) == 3
+    both(fed, lambda: FirstGradient(base()), most=4, rtol=0 if exact else 1e-10, atol=0)
+    assert base is not FedAvg or groups[0] == (0 if ill else 4, 1)
+    assert ("training several clients at once has failed, so each trains alone: " in flower_log.text) == ill
 
 
 class LastGradientClient(ClientRule):
@@ -492,13 +435,7 @@ def test_clients_whose_rules_remember_other_tensors_train_apart(base: Any, feder
             return {"test.last-gradient": True}
 
     fed = federation((12, 8, 8), dtype=torch.float64, lr=0.05, model=mlp)
-    for ours, alone in zip(
-        models_of(fed, LastGradient(base()), 3, grid=fed.grid(pool=partial(TogetherPool, most=10))),
-        models_of(fed, LastGradient(base()), 3),
-        strict=True,
-    ):
-        for key, value in alone.items():
-            np.testing.assert_allclose(ours[key], value, rtol=1e-9, atol=1e-11, err_msg=key)
+    both(fed, lambda: LastGradient(base()), 3, most=10, rtol=1e-9, atol=1e-11)
 
 
 def test_a_class_says_for_its_own_adjust_that_it_is_elementwise() -> None:
@@ -534,20 +471,6 @@ def test_a_model_trains_alone_while_it_has_hooks(register: Callable[[Any], Any])
         assert isinstance(network_of(model), Network)
 
 
-def test_ignored_labels_stay_with_their_client() -> None:
-    model, ignored = mlp(), torch.tensor([False, True, False, True, False])
-    ours, apart = rounds(model), rounds(model)
-    for training in (ours[3], apart[3]):  # of five examples
-        training.batches = [(x, y.where(~ignored[: len(y)], -100)) for x, y in training.batches]
-    assert len(kinds(ours)) == 4
-    check(ours, apart)
-
-
-def test_labels_may_be_bytes() -> None:
-    model = mlp()
-    check(rounds(model, type=Tensor.byte), rounds(model, type=Tensor.byte))
-
-
 @pytest.mark.parametrize("type", [Tensor.int, Tensor.short, Tensor.char, Tensor.bool])
 def test_labels_of_other_types_are_the_same_error_as_alone(type: Callable[[Tensor], Tensor]) -> None:
     model, errors = mlp(), []
@@ -558,32 +481,11 @@ def test_labels_of_other_types_are_the_same_error_as_alone(type: Callable[[Tenso
     assert errors[0] == errors[1]
 
 
-@pytest.mark.parametrize("options", [{"optimizer": "adam"}, {"optimizer": "rmsprop"}], ids=str)
-def test_other_optimisers_train_alone(options: dict[str, Any]) -> None:
-    assert not kinds(rounds(mlp(), **options))
-
-
 def test_rounds_that_differ_form_groups_of_their_own() -> None:
     model = mlp()
+    assert not kinds([*rounds(model, optimizer="adam"), *rounds(model, optimizer="rmsprop")]), "they train alone"
     rows = kinds([*rounds(model), *rounds(model, momentum=0.9), *rounds(mlp(None))])
     assert [len({row.kind for row in rows[:4]}), len({row.kind for row in rows})] == [1, 3]
-
-
-def test_a_group_that_fails_trains_one_by_one(flower_log: pytest.LogCaptureFixture) -> None:
-    """Batch norm of one example is an error, which only the client with such a batch has."""
-    model = mlp()
-    ours, apart = rounds(model), rounds(model)
-    for training in (ours[2], apart[2]):
-        inputs, targets = next(iter(training.batches))
-        training.batches = [(inputs[:1], targets[:1])]
-    rows = kinds(ours)
-    train_rows(rows)
-    assert "training several clients at once has failed, so each trains alone: ValueError: " in flower_log.text
-    for place in (0, 1, 3):
-        (expected,) = together([ours[place]])
-        assert expected.loss == pytest.approx(train(apart[place]).loss, rel=1e-12)
-    with pytest.raises(ValueError, match="more than 1 value per channel"):
-        together([ours[2]])
 
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -603,58 +505,33 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_is_the_same(name: str, federation: Federations, groups: list[int]) -> None:
+def test_every_strategy_is_the_same(name: str, federation: Federations, groups: Groups) -> None:
     model = partial(mlp, None) if name == "FedWon" else mlp
     options = {"momentum": 0.5, "keep_momentum": name not in ("GlobalMomentum", "FedNova"), "lr": 0.05, "epochs": 2}
     fed = federation((8, 12, 11, 8), batches=3, model=model, dtype=torch.float64, **options)
-    expected = models_of(fed, STRATEGIES[name](), 3)
-    grid = fed.grid(pool=partial(TogetherPool, most=3))
-    found = models_of(fed, STRATEGIES[name](), 3, grid=grid)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        for key in mine:
-            np.testing.assert_allclose(mine[key], theirs[key], rtol=1e-10, atol=1e-12)
-    assert name == "Standalone" or not same(found[-1], expected[0])
-    assert 3 in groups
+    found = both(fed, STRATEGIES[name], 3)
+    assert name == "Standalone" or not same(found[-1], found[0])
+    assert 3 in [number for number, _ in groups]
 
 
 def test_clients_with_control_variates_of_different_rounds_are_one_group(
-    federation: Federations, monkeypatch: pytest.MonkeyPatch
+    federation: Federations, groups: Groups
 ) -> None:
     """Two of three clients train in each round, so in later rounds the server has variates of different rounds."""
-    groups: list[tuple[int, int]] = []
-
-    def noted(rows: Sequence[Row]) -> None:
-        groups.extend([(len(rows), len({row.kind for row in rows}))] if rows else [])
-        train_rows(rows)
-
-    monkeypatch.setattr(parked, "train_rows", noted)
     fed = federation((8, 12, 7), model=mlp, dtype=torch.float64, lr=0.05)
-    options = {"fraction_train": 0.67, "seed": 1}
-    expected = models_of(fed, Scaffold(**options), 4)
-    found = models_of(fed, Scaffold(**options), 4, grid=fed.grid(pool=partial(TogetherPool, most=3)))
+    both(fed, partial(Scaffold, fraction_train=0.67, seed=1), 4)
     assert groups == [(2, 1)] * 4
-    for key in expected[-1]:
-        np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-10, atol=1e-12)
 
 
-def test_a_client_that_is_alone_begins_without_momentum(federation: Federations) -> None:
+def test_clients_may_share_the_model_one_may_be_alone_and_other_networks_change_no_bit(federation: Federations) -> None:
     """FedNova refuses momentum from an earlier round: one at a time, no client must seem to have any."""
-    fed = federation((8, 12), model=mlp, dtype=torch.float64, momentum=0.5, lr=0.05)
-    expected = models_of(fed, FedNova(), 2)
-    found = models_of(fed, FedNova(), 2, grid=fed.grid(pool=partial(TogetherPool, most=1)))
-    assert all(map(same, found, expected))
+    fed = federation((8, 12, 7), model=mlp, dtype=torch.float64, momentum=0.5, lr=0.05)
+    both(fed, FedBN, 3, most=2, app=with_one_model(fed))
+    both(fed, FedNova, most=1, rtol=0, atol=0)
+    both(federation((8, 12)), FedAvg, rtol=0, atol=0)
 
 
-def test_clients_may_share_the_model(federation: Federations) -> None:
-    fed = federation((8, 12, 7), model=mlp, dtype=torch.float64)
-    expected = models_of(fed, FedBN(), 3)
-    found = models_of(fed, FedBN(), 3, grid=fed.grid(with_one_model(fed), pool=partial(TogetherPool, most=2)))
-    for key in expected[-1]:
-        np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-11, atol=1e-12)
-
-
-def test_mods_and_overridden_methods_work(federation: Federations, groups: list[int]) -> None:
+def test_mods_and_overridden_methods_work(federation: Federations, groups: Groups) -> None:
     fed = federation((8, 12, 7), model=mlp, dtype=torch.float64)
     calls: list[str] = []
 
@@ -675,7 +552,7 @@ def test_mods_and_overridden_methods_work(federation: Federations, groups: list[
 
     app = client_app(make_client, mods={"train": [mod]})
     models_of(fed, FedAvg(), 1, grid=fed.grid(app, pool=partial(TogetherPool, most=3)))
-    assert groups == [3]
+    assert groups == [(3, 1)]
     assert calls == ["mod begins"] * 3 + ["trained", "mod ends"] * 3
 
 
@@ -688,49 +565,26 @@ def test_a_failing_client_fails_by_itself(federation: Federations) -> None:
     assert [reason.partition(":")[0] for reason in strategy.base.training.left_out] == ["node 2"]
 
 
+@pytest.mark.slow
 def test_many_clients_at_once_do_not_reach_the_limit_of_nested_calls(federation: Federations) -> None:
-    fed = federation((4,) * 150, batches=1, model=partial(mlp, None), dtype=torch.float64)
-    expected = models_of(fed, FedAvg(), 1)
-    limit = sys.getrecursionlimit()
-    found = models_of(fed, FedAvg(), 1, grid=fed.grid(pool=partial(TogetherPool, most=150)))
-    for key in expected[-1]:
-        np.testing.assert_allclose(found[-1][key], expected[-1][key], rtol=1e-11, atol=1e-12)
+    fed, limit = (
+        federation((4,) * 150, batches=1, model=partial(mlp, None), dtype=torch.float64),
+        sys.getrecursionlimit(),
+    )
+    both(fed, FedAvg, 1, most=150)
     assert sys.getrecursionlimit() == limit
 
 
-def test_networks_that_cannot_are_unchanged_to_the_last_bit(federation: Federations) -> None:
-    fed = federation((8, 12))
-    expected, found = (
-        models_of(fed, FedAvg(), 2),
-        models_of(fed, FedAvg(), 2, grid=fed.grid(pool=partial(TogetherPool, most=2))),
-    )
-    assert all(map(same, found, expected))
-
-
-def test_an_experiment_trains_clients_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("only", ["FedAvg+BN", "FedTAN"])
+def test_an_experiment_trains_clients_together(only: str, tmp_path: Path, groups: Groups) -> None:
     """Five at once, in one group, and the numbers of one at a time."""
-    groups: list[int] = []
-
-    def noted(rows: Sequence[Row]) -> None:
-        groups.extend([len({row.kind for row in rows})] if rows else [])  # not of a query
-        train_rows(rows)
-
-    monkeypatch.setattr(parked, "train_rows", noted)
-    found = [
-        run(
-            "demo",
-            only="FedAvg+BN",
-            rounds=2,
-            seeds=[0],
-            engine={"workers": 0, **engine},
-            out=tmp_path / name,
-            progress=False,
-        )
-        for name, engine in {"apart": {}, "together": {"together": 8}}.items()
-    ]
-    apart, at_once = (list(result.history["train_loss"]) for result in found)
-    assert groups == [1, 1]
+    how: dict[str, Any] = {"only": only, "rounds": 2, "seeds": [0], "progress": False}
+    apart, at_once = (
+        list(run("demo", engine={"workers": 0, "together": n}, out=tmp_path / str(n), **how).history["train_loss"])
+        for n in (1, 8)
+    )
     assert at_once == pytest.approx(apart, rel=1e-5)
+    assert only == "FedTAN" or groups == [(5, 1)] * 2
 
 
 @pytest.mark.parametrize(
