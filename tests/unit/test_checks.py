@@ -48,6 +48,18 @@ def test_a_star_imports_the_strategies() -> None:
     assert dir(strategies) == sorted(strategies.__getattr__("__all__"))
 
 
+def test_a_listed_key_selects_the_client_rule_that_declares_it_beside_its_strategy() -> None:
+    """In the same module; an extension has a module for each half."""
+    from fedbn_flwr.client import rule
+    from fedbn_flwr.experiment.registry import STRATEGIES, class_of
+
+    rule.known_keys()
+    modules = {class_of(name).__module__ for name in STRATEGIES}
+    for found in {rule.rule_of(key) for key in rule.BY_KEY if rule.rule_of(key).__module__.startswith("fedbn_flwr.")}:
+        assert {rule.rule_of(key) for key in found.keys} == {found}
+        assert found.__module__ in modules or ".extensions." in found.__module__, found
+
+
 def test_strategies_have_one_identity_whichever_way_they_are_imported() -> None:
     from fedbn_flwr.strategies.fixbn import FixBN as Same  # type: ignore[import-untyped]
 

@@ -136,12 +136,7 @@ def test_a_run_leaves_what_the_design_promises(tmp_path: Path, capsys: pytest.Ca
         assert key in history[0]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "finished"
-    assert summary["rounds"] == summary["communication_rounds"] == 3
-    assert summary["accuracy"] == history[-1]["accuracy"]
-    assert summary["best_test_accuracy"] == max(line["accuracy"] for line in history)
-    assert summary["bytes_down"] == sum(line["bytes_down"] for line in history)
-    assert summary["freeze_round"] == 2
-    assert {"bytes_up", "seconds", "seed"} <= set(summary)
+    assert (summary["rounds"], summary["freeze_round"]) == (3, 2)
     assert (folder / "model.safetensors").exists()
     assert (folder / "config.yaml").read_text().startswith("name: quick")
     environment_file = json.loads((folder / "environment.json").read_text())
@@ -299,18 +294,6 @@ def test_list_prints_names_and_what_they_are(what: str, capsys: pytest.CaptureFi
     assert "known: " in capsys.readouterr().err
 
 
-def test_experiments_are_listed_by_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["list", "experiments", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert next(iter(listed)) == "demo"
-    assert cli.main(["list", "experiments", "fedbs"]) == 0
-    printed = capsys.readouterr().out
-    assert [line.split()[0] for line in printed.splitlines()] == [name for name in listed if name.startswith("fedbs/")]
-    assert listed["fedbs/cifar10-unbalanced"] in printed
-    assert cli.main(["list", "experiments", "fixbn/tabel4"]) == 2
-    assert "did you mean 'fixbn/table4'" in capsys.readouterr().err
-
-
 def test_a_strategy_is_listed_with_its_paper_and_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", "strategies", "FedTAN", "FixBN"]) == 0
     fedtan, fixbn = capsys.readouterr().out.split("\n\nFixBN: ")
@@ -363,12 +346,6 @@ def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> Non
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)
         assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
-
-
-def test_only_the_experiment_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["run"])
-    assert "the following arguments are required: EXPERIMENT (see" in capsys.readouterr().err
 
 
 def test_a_cluster_that_does_not_answer_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import pkgutil
 import re
-import tomllib
 from collections.abc import Iterator
 
-import pytest
 import yaml
 
 from fedbn_flwr.cli import parser
-from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.data import shape_without_data
-from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.settings import Evaluate, Settings
 from tests.support.command import ROOT
 
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("apps", "benchmarks", "deploy", "docs", "examples", "fedbn_flwr", "strategies", "tests", "tools", ".github")
 TEXTS = (".py", ".md", ".txt", ".yml", ".yaml", ".toml", ".sh", ".ipynb", ".html", "")
@@ -69,7 +65,7 @@ def test_commands_named_in_the_documentation_exist() -> None:
 def test_links_of_the_pages_exist_in_the_repository() -> None:
     missing = {
         (page.name, link)
-        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+        for page in [*PAGES, CONTRIBUTING]
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", CODE.sub("", page.read_text(encoding="utf-8")))
         if not (page.parent / link).exists()
     }
@@ -87,22 +83,11 @@ def test_pages_that_errors_and_docstrings_name_exist() -> None:
     assert [pair for pair in named if not (ROOT / pair[1]).is_file()] == []
 
 
-def test_the_readme_configures_the_superlink_that_it_names() -> None:
-    def superlinks(page: str) -> list[dict[str, object]]:
-        blocks = re.findall(r"```toml\n(\[superlink.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
-        return [tomllib.loads(block)["superlink"] for block in blocks]
-
-    (configured,) = superlinks("README.md")
-    assert re.findall(r"flwr run \. (\w+)", (ROOT / "README.md").read_text(encoding="utf-8")) == [*configured]
-    assert superlinks("docs/deployment.md") == [configured]
-
-
-def test_the_readme_decides_as_the_page_does() -> None:
-    def decisions(page: str) -> list[list[str]]:
-        text = re.sub(r"\(docs/(which-strategy\.md)?", "(", (ROOT / page).read_text(encoding="utf-8"))
-        return [row.split("|")[:3] for row in re.findall(r"^\| ((?:have|hold|train) .*)", text, re.MULTILINE)]
-
-    assert decisions("README.md") == decisions("docs/which-strategy.md")
+def test_functions_in_the_tables_of_the_guide_exist() -> None:
+    rows = re.findall(r"^\| [^|]+ \| `([\w.]+)` \| `([\w/]+)\.py` \|$", CONTRIBUTING.read_text("utf-8"), re.MULTILINE)
+    assert len(rows) > 20
+    for function, file in rows:
+        pkgutil.resolve_name(f"{file.replace('/', '.')}:{function}")  # raises an error if there is no such function
 
 
 def test_the_ports_on_the_page_for_sites_are_those_of_docker_compose() -> None:
@@ -118,15 +103,6 @@ def test_the_ports_on_the_page_for_sites_are_those_of_docker_compose() -> None:
     assert {name for name, ports in server.items() if ports} == {"superlink", "superexec-serverapp", "proxy"}, (
         "no site opens one"
     )
-
-
-def test_an_error_that_the_faq_explains_has_the_text_of_its_heading() -> None:
-    headings = re.findall(r"^### (.*)", (ROOT / "docs" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
-    (words,) = (each.removeprefix("statistics of ").partition(":")[0] for each in headings if "FedTAN" in each)
-    with pytest.raises(MessageError, match=words):
-        check_batch(16, min_batch=32, own_min_batch=32)
-    with pytest.raises(SettingsError, match=words):
-        [*prepare(load_experiment("quick", ["strategy=FedTAN"]))]
 
 
 def test_a_server_without_data_needs_what_the_meaning_of_its_key_gives() -> None:

@@ -48,10 +48,6 @@ def test_flowers_hub_accepts_the_metadata() -> None:
     assert metadata.flwr_version_target == "1.41.0"
 
 
-def test_type_checkers_use_the_annotations() -> None:
-    assert (ROOT / "fedbn_flwr" / "py.typed").is_file()
-
-
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")
 def test_an_app_bundle_has_all_files_of_the_packages() -> None:
     """Flower refuses a bundle with patterns for files of kinds that it does not pack, such as .html."""

@@ -7,8 +7,6 @@ import io
 import itertools
 import multiprocessing
 import os
-import random
-import signal
 import struct
 import zipfile
 import zlib
@@ -152,33 +150,6 @@ def test_a_crash_at_any_step_leaves_a_whole_store(tmp_path: Path) -> None:
     assert found == sorted(found)
     assert found.count(1) >= 8, "opened, three entries, the index, flushed, renamed"
     assert found.count(2) >= 3, "the folder is flushed after the rename"
-
-
-def _write_for_ever(path: Path, progress: int) -> None:
-    for number in itertools.count(1):
-        write_store(
-            path, ((f"{entry}", bytes([number % 251]) * 50_000) for entry in range(20) if os.write(progress, b"."))
-        )
-
-
-@pytest.mark.slow
-def test_a_process_killed_at_random_leaves_a_whole_store(tmp_path: Path) -> None:
-    path, rng = tmp_path / "s", random.Random(0)
-    write_store(path, [(f"{entry}", bytes(50_000)) for entry in range(20)])
-    for _ in range(25):
-        reading, writing = os.pipe()
-        process = fork.Process(target=_write_for_ever, args=(path, writing))
-        process.start()
-        os.close(writing)
-        for _ in range(rng.randrange(60)):
-            assert os.read(reading, 1)
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGKILL)
-        process.join(30)
-        os.close(reading)
-        entries = read_store(path)
-        assert len(entries) == 20
-        assert len(set(entries.values())) == 1, "entries of two stores"
 
 
 def test_only_the_owner_can_read_a_store(tmp_path: Path) -> None:
