@@ -166,7 +166,7 @@ def test_rules_begin_in_a_round_without_a_step_too() -> None:
     assert [name for name, *_ in rule.seen] == ["begin"]
     assert found.memos[0]["sums"]["3.bias"].equal(torch.zeros(3))
     rule.begin = lambda w: None  # type: ignore[method-assign,assignment,return-value]
-    with pytest.raises(TypeError, match="Noting.begin returned None; expected a dict, which may be empty"):
+    with pytest.raises(TypeError, match=r"Noting\.begin returned None; expected a dict, which may be empty"):
         trained(problem()[0], [], rule)
 
 

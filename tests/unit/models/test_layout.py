@@ -26,8 +26,7 @@ from fedbn_flwr.models.build import MODELS
 from fedbn_flwr.models.layout import suits_channels_last
 from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.convert import NORMS
-from fedbn_flwr.strategies import FedAvg
-from tests.support.federations import models_of, near, same
+from tests.support.federations import near
 
 SMALL = ("cnn", "fedbs_mnist", "resnet20")
 
@@ -230,13 +229,6 @@ def test_a_metric_may_need_the_usual_format() -> None:
     data = [(inputs, torch.zeros(len(inputs), 8, 8).long()) for inputs, _ in images(6, 3, 12, 12)]
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Conv2d(16, 16, 3))
     assert BNClient(model, data, data, metrics=[peak]).evaluate_round(copied(model.state_dict()), {})["peak"]
-
-
-def test_engines_agree_to_the_last_bit(federation: Callable[..., Any]) -> None:
-    """Since only the client's code decides, and not its data or an earlier client."""
-    fed = federation((8, 12, 7))
-    one, two = (models_of(fed, FedAvg(), 2, grid=fed.grid(workers=workers)) for workers in (0, 2))
-    assert all(map(same, one, two))
 
 
 def test_a_shared_model_is_laid_out_and_keeps_its_parameters() -> None:

@@ -161,13 +161,14 @@ def both(
     rounds: int = 2,
     *,
     most: int = 3,
-    app: ClientApp | None = None,
+    app: Callable[[], ClientApp] | None = None,
     rtol: float = 1e-10,
     atol: float = 1e-12,
 ) -> list[Arrays]:
     """The models of clients that train at once, which are those of clients that train one after the other."""
-    expected = models_of(fed, make(), rounds, app)
-    found = models_of(fed, make(), rounds, grid=fed.grid(app, pool=partial(TogetherPool, most=most)))
+    apps = [fed.app() if app is None else app() for _ in range(2)]
+    expected = models_of(fed, make(), rounds, apps[0])
+    found = models_of(fed, make(), rounds, grid=fed.grid(apps[1], pool=partial(TogetherPool, most=most)))
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.keys() == theirs.keys()
         near(mine, theirs, rtol=rtol, atol=atol)
@@ -303,7 +304,7 @@ def test_networks_that_draw_or_count_train_alone(name: str) -> None:
 @pytest.mark.parametrize("model", [tied, *IMPURE.values(), lambda: doubling(1)], ids=["tied", *IMPURE, "own forward"])
 def test_such_networks_train_as_one_after_the_other(model: Callable[[], nn.Module], federation: Federations) -> None:
     fed = federation((8, 12, 11), batches=3, model=model, dtype=torch.float64, lr=0.05, epochs=2)
-    both(fed, FedAvg, app=with_one_model(fed), rtol=0, atol=0)
+    both(fed, FedAvg, app=partial(with_one_model, fed), rtol=0, atol=0)
 
 
 class DrawingClient(ClientRule):
@@ -369,7 +370,7 @@ def test_clients_that_train_alone_draw_what_they_draw_alone(hook: str, federatio
         own = DataLoader(data[int(context.node_config["partition-id"])], batch_size=4, shuffle=True)
         return BNClient(copy.deepcopy(fed.model), own, context=context, **fed.options)
 
-    both(fed, lambda: Drawing(FedAvg(), hook), app=client_app(make_client), rtol=0, atol=0)
+    both(fed, lambda: Drawing(FedAvg(), hook), app=partial(client_app, make_client), rtol=0, atol=0)
 
 
 class FirstGradientClient(ClientRule):
@@ -526,7 +527,7 @@ def test_clients_with_control_variates_of_different_rounds_are_one_group(
 def test_clients_may_share_the_model_one_may_be_alone_and_other_networks_change_no_bit(federation: Federations) -> None:
     """FedNova refuses momentum from an earlier round: one at a time, no client must seem to have any."""
     fed = federation((8, 12, 7), model=mlp, dtype=torch.float64, momentum=0.5, lr=0.05)
-    both(fed, FedBN, 3, most=2, app=with_one_model(fed))
+    both(fed, FedBN, 3, most=2, app=partial(with_one_model, fed))
     both(fed, FedNova, most=1, rtol=0, atol=0)
     both(federation((8, 12)), FedAvg, rtol=0, atol=0)
 
