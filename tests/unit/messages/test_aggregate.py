@@ -81,6 +81,7 @@ def left_out(*values: float, key: str = "w", sent: Mapping[str, Any] = SENT) -> 
     [
         ((-1.9, -2.1, 1e18), "w", [2]),
         ((-1.9, -1e18, -2.1, 1e30, -2.2), "w", [1, 3]),  # two of five
+        ((-1.9, -2.1, 1e18, 1e18), "w", [2, 3]),  # each beside the others
         ((-2.0, -2.0, 1e13), "w", [2]),  # the others made no step
         ((0.9, 1.1, 1e37), "bn.running_var", [2]),
         ((-1.9, 1e18), "w", []),  # which of the two is wrong is not known

@@ -107,6 +107,7 @@ def test_the_declaration_must_be_that_of_the_bytes(name: str) -> None:
         ("train-loss", -(2**63)),
         ("own-accuracy", 2**63),
         ("train-loss", [1.0, math.nan]),
+        ("train-loss", [1.0]),
         ("num-examples", -1),
         ("num-examples", 1e300),
         ("num-examples", [4]),

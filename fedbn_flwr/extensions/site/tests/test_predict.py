@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from fedbn_flwr import cli, run
+from fedbn_flwr import Result, cli, run
 from tests.support.images import write_pictures
 from tests.support.refusals import refusal
 
@@ -32,10 +32,8 @@ def images(seed: int, label: int, count: int) -> np.ndarray[Any, Any]:
     return (values + 150 * label).astype(np.uint8)
 
 
-def write_folder(folder: Path) -> None:
-    for part, count in (("train", 16), ("test", 6)):
-        for label, name in enumerate(("benign", "malign")):
-            write_pictures(folder / part, images(len(part) + label, label, count), name)
+def trained_on(out: Path, model: str = "cnn", **data: Any) -> Result:
+    return run({**SETTINGS, "data": data, "model": {"name": model}}, out=out, progress=False)
 
 
 def predicted(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[list[dict[str, str]], str]:
@@ -46,43 +44,43 @@ def predicted(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[l
         return list(csv.DictReader(lines)), capsys.readouterr().out
 
 
-def test_images_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_folder(tmp_path / "site")
-    result = run(
-        {**SETTINGS, "data": {**SETTINGS["data"], "name": str(tmp_path / "site")}}, out=tmp_path / "out", progress=False
-    )
-    rows, printed = predicted(capsys, result.folder, "--data", tmp_path / "site")
-    right = sum(row["label"] == row["prediction"] for row in rows)
-    assert (len(rows), right / len(rows)) == (12, pytest.approx(result.values["accuracy"]))
-    assert f"{right} of 12 labels" in printed
-    assert all(float(row["probability benign"]) + float(row["probability malign"]) == pytest.approx(1) for row in rows)
-    error = refusal(capsys, "predict", result.folder, "--data", tmp_path / "no.csv", "--out", tmp_path / "none.csv")
-    assert error.endswith("no.csv': there is no such file or folder\n")
-    # The same images without labels, and an order of their own.
-    (tmp_path / "new").mkdir()
-    for place, file in enumerate(sorted((tmp_path / "site" / "test").rglob("*.png"))):
-        (tmp_path / "new" / f"{place:02}.png").write_bytes(file.read_bytes())
-    unlabelled, printed = predicted(capsys, result.folder, "--data", tmp_path / "new")
-    assert "label" not in unlabelled[0]
-    assert "labels" not in printed
-    assert sorted(row["probability malign"] for row in unlabelled) == sorted(row["probability malign"] for row in rows)
-
-
-def test_images_of_an_npz_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "site").mkdir()
+@pytest.mark.parametrize("form", ["folder", "folder of colours", "npz"])
+def test_images_have_the_predictions_of_the_run_s_evaluation(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
     for part, count in (("train", 16), ("test", 6)):
-        np.savez(
-            tmp_path / "site" / f"{part}.npz",
-            inputs=np.concatenate([images(len(part) + label, label, count) for label in (0, 1)]),
-            labels=np.repeat([0, 1], count),
-        )
-    result = run(
-        {**SETTINGS, "data": {**SETTINGS["data"], "name": str(tmp_path / "site")}}, out=tmp_path / "out", progress=False
-    )
-    rows, printed = predicted(capsys, result.folder, "--data", tmp_path / "site" / "test.npz")
+        given = [images(len(part) + label, label, count) for label in (0, 1)]
+        if form == "npz":
+            np.savez(site / f"{part}.npz", inputs=np.concatenate(given), labels=np.repeat([0, 1], count))
+        else:
+            write_pictures(site / part, given[0], "benign")
+            write_pictures(site / part, given[1], "malign")
+    pictures = sorted(site.rglob("*.png"))
+    for file in pictures if form == "folder of colours" else ():
+        Image.open(file).convert("RGB").save(file)
+    data = SETTINGS["data"] | ({"channels": 3} if form == "folder of colours" else {})
+    result = trained_on(tmp_path / "out", name=str(site), **data)
+    new = site / "test.npz" if form == "npz" else site
+    rows, printed = predicted(capsys, result.folder, "--data", new)
     right = sum(row["label"] == row["prediction"] for row in rows)
     assert (len(rows), right / len(rows)) == (12, pytest.approx(result.values["accuracy"]))
     assert f"{right} of 12 labels" in printed
+    if form == "folder of colours":  # greyscale images are repeated
+        for file in pictures:
+            Image.open(file).convert("L").save(file)
+        assert predicted(capsys, result.folder, "--data", new)[0] == rows
+    if form == "folder":  # the same images without labels, and an order of their own
+        assert all(float(r["probability benign"]) + float(r["probability malign"]) == pytest.approx(1) for r in rows)
+        (tmp_path / "new").mkdir()
+        for place, file in enumerate(sorted((site / "test").rglob("*.png"))):
+            (tmp_path / "new" / f"{place:02}.png").write_bytes(file.read_bytes())
+        bare, printed = predicted(capsys, result.folder, "--data", tmp_path / "new")
+        assert ("label" in bare[0], "labels" in printed) == (False, False)
+        assert sorted(row["probability malign"] for row in bare) == sorted(row["probability malign"] for row in rows)
+        words = ["predict", result.folder, "--data", tmp_path / "no.csv", "--out", tmp_path / "none.csv"]
+        assert refusal(capsys, *words).endswith("no.csv': there is no such file or folder\n")
 
 
 def test_a_row_that_training_would_leave_out_has_no_prediction(
@@ -93,9 +91,7 @@ def test_a_row_that_training_would_leave_out_has_no_prediction(
         (tmp_path / f"{name}.csv").write_text("\n".join(["x,y", first, *lines, ""]))
     for missing in ("drop", None):
         data = {"name": str(tmp_path / "train.csv"), "label": "y", "test": 0.25, "missing": missing}
-        result = run(
-            {**SETTINGS, "data": data, "model": {"name": "mlp"}}, out=tmp_path / f"out-{missing}", progress=False
-        )
+        result = trained_on(tmp_path / f"out-{missing}", "mlp", **data)
         if missing:
             rows, printed = predicted(capsys, result.folder, "--data", tmp_path / "new.csv")
             assert [row["row"] for row in rows] == [str(row) for row in range(41)]
@@ -134,19 +130,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "name": str(folder / "all.csv"), "label": "ill", "test": 0.25, "missing": "mean",
         "categories": {"sex": ["f", "m"]},
     }  # fmt: skip
-    result = run({**SETTINGS, "data": data, "model": {"name": "mlp"}}, out=folder / "out", progress=False)
-    return Path(result.folder)
-
-
-def test_model_json_has_the_columns(trained: Path) -> None:
-    described = json.loads((trained / "model.json").read_text())
-    assert described["inputs"] == ["age", "bp", "sex"]
-    assert described["types"] == ["int64", "float64", "string"]
-    assert (described["categories"], described["label"]) == ({"sex": ["f", "m"]}, ["ill"])
+    return Path(trained_on(folder / "out", "mlp", **data).folder)
 
 
 def test_columns_are_found_by_name(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In any order and of another type; others are ignored, and said to be."""
+    described = json.loads((trained / "model.json").read_text())
+    assert (described["inputs"], described["label"]) == (["age", "bp", "sex"], ["ill"])
+    assert described["types"] == ["int64", "float64", "string"]
     frame, file = patients(20, seed=1), tmp_path / "new.csv"
     frame.to_csv(file, index=False)
     expected, printed = predicted(capsys, trained, "--data", file, "--id", "patient")
@@ -205,7 +196,7 @@ def test_predictions_of_series_have_the_ids_of_the_series(tmp_path: Path, capsys
             for minute in range(4)]  # fmt: skip
     pd.DataFrame(rows).sample(frac=1, random_state=0).to_csv(tmp_path / "all.csv", index=False)
     data = {"name": str(tmp_path / "all.csv"), "label": "ill", "series": "visit", "test": 0.25}
-    result = run({**SETTINGS, "data": data, "model": {"name": "cnn1d"}}, out=tmp_path / "out", progress=False)
+    result = trained_on(tmp_path / "out", "cnn1d", **data)
     found, _ = predicted(capsys, result.folder, "--data", tmp_path / "all.csv")
     assert sorted(row["visit"] for row in found) == sorted(visits)
     assert all(row["label"] == "ny"[int(row["visit"][1:]) % 2] for row in found)
@@ -221,8 +212,7 @@ def test_images_have_their_file_names_and_the_labels_of_their_folders(
     for domain in ("north", "south"):
         for label, name in enumerate(("benign", "malign")):
             write_pictures(tmp_path / "all" / domain, images(len(domain) + label, label, 12), name)
-    data = {**SETTINGS["data"], "name": str(tmp_path / "all"), "test": 0.25}
-    result = run({**SETTINGS, "data": data}, out=tmp_path / "out", progress=False)
+    result = trained_on(tmp_path / "out", name=str(tmp_path / "all"), test=0.25, **SETTINGS["data"])
     rows, printed = predicted(capsys, result.folder, "--data", tmp_path / "all")
     assert (len(rows), "of 48 labels" in printed) == (48, True)
     assert rows[0]["file"] == "north/benign/0.png"
@@ -235,18 +225,3 @@ def test_images_have_their_file_names_and_the_labels_of_their_folders(
     Image.new("RGB", (8, 8), (200, 10, 10)).save(tmp_path / "all" / "north" / "malign" / "0.png")
     error = refusal(capsys, "predict", result.folder, "--data", tmp_path / "all", "--out", tmp_path / "none.csv")
     assert "has inputs of shape [3, 8, 8], but the model takes [1, 8, 8]; convert the images" in error
-
-
-def test_greyscale_images_are_repeated_for_a_model_of_colours(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_folder(tmp_path / "site")
-    for file in (tmp_path / "site").rglob("*.png"):
-        Image.open(file).convert("RGB").save(file)
-    data = {**SETTINGS["data"], "channels": 3, "name": str(tmp_path / "site")}
-    result = run({**SETTINGS, "data": data}, out=tmp_path / "out", progress=False)
-    expected, _ = predicted(capsys, result.folder, "--data", tmp_path / "site" / "test")
-    for file in (tmp_path / "site").rglob("*.png"):
-        Image.open(file).convert("L").save(file)
-    rows, _ = predicted(capsys, result.folder, "--data", tmp_path / "site" / "test")
-    assert rows == expected
