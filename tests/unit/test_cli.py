@@ -324,17 +324,6 @@ def test_help_imports_neither_torch_nor_flower() -> None:
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
 
 
-def test_report_joins_seeds_and_names_a_folder_without_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
-    out = str(tmp_path / "out")
-    assert cli.main(["run", QUICK, "rounds=2", "seeds=[0,1]", "engine.workers=0", "--out", out]) == 0
-    assert (tmp_path / "out" / "FixBN-seed1" / "summary.json").exists()
-    table = capsys.readouterr().out
-    assert "FixBN (2 seeds)" in table
-    assert "±" in table
-
-
 def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", "quick", "rounds=7", "--size", "paper", "seed=3"]) == 0
     text = capsys.readouterr().out

@@ -235,15 +235,6 @@ def test_a_full_disk_and_a_class_without_examples_are_warnings(
     assert found["contents"]["found"].endswith("no training examples of well")
 
 
-def test_every_check_is_a_line_with_its_cure(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["check", "--auth-supernode-private-key", str(keys / "no.key")]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    at = next(i for i, line in enumerate(lines) if line.startswith("FAILED   key"))
-    assert lines[at].endswith("no.key: there is no such file")
-    assert lines[at + 1].strip().startswith("-> ")
-    assert lines[-1].endswith(" 1 failed")
-
-
 def test_a_key_that_others_can_read_fails(keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = keys / "site-0" / "node.key"
     for mode, says in ((0o644, "-rw-r--r--"), (0o640, "-rw-r-----"), (0o600, "only for its owner")):
