@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.bounds import Equal
 from tests.support.command import ROOT, python_blocks
-from tests.support.federations import Federations, last_model, models_of, near, same
+from tests.support.federations import Changed, Federations, last_model, models_of, near, same
 from tests.support.plugin import RecordingGrid
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
 
@@ -59,18 +59,15 @@ def spent(strategy: Private) -> dict[str, Any]:
     return report
 
 
-class Changed(LocalGrid):
+def changed(fed: Any, change: Callable[[int, RecordDict], object]) -> Changed:
     """Replies that `change(node, content)` has changed; nodes have the numbers of their clients."""
 
-    def __init__(self, fed: Any, change: Callable[[int, RecordDict], object]) -> None:
-        super().__init__(fed.app(), len(fed.data), node_ids=list(range(len(fed.data))))
-        self.change = change
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        replies = list(super().send_and_receive(messages, timeout=timeout))
+    def apply(sent: list[Message], replies: list[Message]) -> list[Message]:
         for reply in replies:
-            self.change(reply.metadata.src_node_id, reply.content)
+            change(reply.metadata.src_node_id, reply.content)
         return replies
+
+    return Changed(fed.grid(node_ids=[*range(len(fed.data))]), apply)
 
 
 def replying(fed: Any, change: Callable[[int, dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Changed:
@@ -80,7 +77,7 @@ def replying(fed: Any, change: Callable[[int, dict[str, np.ndarray]], dict[str, 
         if "arrays" in content:
             content["arrays"] = pack(change(client, dict(unpack(content["arrays"]))))
 
-    return Changed(fed, apply)
+    return changed(fed, apply)
 
 
 def one_round(strategy: Private, grid: Any, arrays: ArrayRecord) -> dict[str, np.ndarray]:
@@ -106,23 +103,19 @@ def test_without_clipping_and_noise_it_is_the_uniform_mean(federation: Federatio
 
 def test_twenty_counters_and_variances_do_not_shrink_an_update(federation: Federations) -> None:
     """Twenty batch norms of 50 steps: with Flower's wrapper an update of norm 0.55 keeps 0.0045 of itself."""
-    names = [f"bn{i}" for i in range(20)]
-    fed = federation(model=lambda: torch.nn.ModuleDict(
-        {**{name: torch.nn.BatchNorm1d(2, affine=False) for name in names}, "last": torch.nn.Linear(10, 10, bias=False)}
-    ), dtype=torch.float64)  # fmt: skip
-    before = {key: value.numpy().copy() for key, value in fed.model.state_dict().items()}
-    step = np.full((10, 10), 0.055)  # of norm 0.55
+    before = {f"bn{i}.{key}": np.asarray(value) for i in range(20) for key, value in
+              {"running_mean": np.zeros(2), "running_var": np.ones(2), "num_batches_tracked": 0}.items()}  # fmt: skip
+    before["weight"], step = np.zeros(100), np.full(100, 0.055)  # of norm 0.55
+    arrays = pack({key: value + (step if key == "weight" else 50) for key, value in before.items()})
 
-    class Grown(LocalGrid):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-            arrays = pack({key: value + (step if key == "last.weight" else 50) for key, value in before.items()})
-            for message in messages:
-                content = RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 3})})
-                yield Message(content, reply_to=message)
+    def grown(sent: list[Message], _: object) -> list[Message]:
+        content = {"arrays": arrays, "metrics": MetricRecord({"num-examples": 3})}
+        return [Message(RecordDict(content), reply_to=message) for message in sent]
 
-    model = one_round(Private(FedAvg(), clip=1.0, noise=0), Grown(fed.app(), 2), pack(before))
-    np.testing.assert_allclose(model["last.weight"] - before["last.weight"], step, rtol=1e-12)
-    assert all(int(model[f"{name}.num_batches_tracked"]) == 0 for name in names)
+    grid = Changed(federation().grid(), grown)
+    model = one_round(Private(FedAvg(), clip=1.0, noise=0), grid, pack(before))
+    np.testing.assert_allclose(model["weight"], step, rtol=1e-12)
+    assert all(int(model[f"bn{i}.num_batches_tracked"]) == 0 for i in range(20))
 
 
 @pytest.mark.parametrize("statistics", ["noise", "keep", "freeze"])
@@ -188,7 +181,7 @@ def test_configs_of_a_client_do_not_replace_records_of_the_server(federation: Fe
 
     fed = federation((8, 8, 8))
     honest, odd = (
-        one_round(Private(FedAvg(), noise=0.5, noise_seed=4), Changed(fed, change), fed.arrays())
+        one_round(Private(FedAvg(), noise=0.5, noise_seed=4), changed(fed, change), fed.arrays())
         for change in (lambda client, content: None, renamed)
     )
     assert same(honest, odd)
@@ -309,7 +302,7 @@ def test_a_client_pays_for_the_rounds_in_which_it_was_asked_or_may_have_been(
             content["metrics"].pop("partition-id", None)
 
     private = Private(KEEP(fraction_train=0.5, fraction_evaluate=0.0), noise=3.0)
-    private.start(Changed(fed, noted), fed.arrays(), num_rounds=6)
+    private.start(changed(fed, noted), fed.arrays(), num_rounds=6)
     assert (asked.total(), max(asked.values()) < 6) == (12, True)
     rounds = max(asked.values()) if named else 6
     assert spent(private)["epsilon"] == pytest.approx(epsilon_of(math.sqrt(rounds) / 3.0, 1e-5))

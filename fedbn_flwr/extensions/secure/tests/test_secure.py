@@ -21,7 +21,6 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from torch import nn
 
 from fedbn_flwr import LocalGrid, client_app, convert_norm
-from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
@@ -71,7 +70,7 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.bounds import Equal
 from tests.support.experiments import read
-from tests.support.federations import Arrays, Federations, last_model, models_of, same
+from tests.support.federations import Arrays, Changed, Federations, last_model, models_of, same
 from tests.support.hostile import kept_log
 from tests.support.models import two_norms
 from tests.support.smallbatches import FedAvgGlobalStats, FedTAN, FedTANII
@@ -163,38 +162,38 @@ def test_a_numpy_client_is_masked_too(federation: Federations) -> None:
 
     fed = double(federation)
     app = client_app(lambda context: Adding(int(context.node_config["partition-id"])))
-    grid = Keeping(LocalGrid(app, 3))
+    grid, replies = kept(LocalGrid(app, 3))
     before = unpack(fed.arrays())
     after = last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, grid)
     assert (
         distance(dict(before), {key: value - 8 / 6 for key, value in after.items()}) < 5e-8
     )  # (0 + 2 + 6) / (1 + 2 + 3)
-    assert len(grid.masked()) == 3
-    assert {partition_of(reply.content) for reply in grid.replies} == {0, 1, 2}, "of each stage"
+    assert len(masked_of(replies)) == 3
+    assert {partition_of(reply.content) for reply in replies} == {0, 1, 2}, "of each stage"
 
 
 # --- what arrives at the server ----------------------------------------------
 
 
-class Keeping(GridAround):
-    """Keeps all replies that arrive at the server."""
+def kept(inner: Grid) -> tuple[Changed, list[Message]]:
+    """The grid, and all replies that arrive at the server through it."""
+    replies: list[Message] = []
 
-    def __init__(self, inner: Grid) -> None:
-        super().__init__(inner)
-        self.replies: list[Message] = []
+    def keep(sent: list[Message], found: list[Message]) -> list[Message]:
+        replies.extend(found)
+        return found
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        replies = list(self.inner.send_and_receive(messages, timeout=timeout))
-        self.replies += replies
-        return replies
+    return Changed(inner, keep), replies
 
-    def masked(self) -> list[Message]:
-        """The replies to train messages."""
-        return [reply for reply in self.replies if reply.metadata.message_type == "train"]
 
-    def bytes(self) -> bytes:
-        """All that arrived, as Flower sends it."""
-        return b"".join(recorddict_to_proto(reply.content).SerializeToString() for reply in self.replies)
+def masked_of(replies: list[Message]) -> list[Message]:
+    """The replies to train messages."""
+    return [reply for reply in replies if reply.metadata.message_type == "train"]
+
+
+def bytes_of(replies: list[Message]) -> bytes:
+    """All that arrived, as Flower sends it."""
+    return b"".join(recorddict_to_proto(reply.content).SerializeToString() for reply in replies)
 
 
 def values_of(reply: Message) -> dict[tuple[str, str], np.ndarray]:
@@ -217,19 +216,17 @@ def with_secrets(monkeypatch: pytest.MonkeyPatch, offset: int) -> list[bytes]:
 @pytest.mark.parametrize("rule", ["FedAvg", "Scaffold", "FedBN"])
 def test_no_array_or_metric_of_a_client_arrives(federation: Federations, rule: str) -> None:
     fed = double(federation)
-    opened, masked = Keeping(fed.grid()), Keeping(fed.grid())
+    (opened, plainly), (masked, secretly) = kept(fed.grid()), kept(fed.grid())
     last_model(fed, RULES[rule](), 1, opened)
     last_model(fed, Secure(RULES[rule]()), 1, masked)
-    arrived = masked.bytes()
-    sent = opened.masked()
+    arrived, sent, hidden_ones = bytes_of(secretly), masked_of(plainly), masked_of(secretly)
     # The two runs send the same replies, and the open one shows what each client's values are.
-    assert len(sent) == len(masked.masked())
-    for plain, hidden in zip(sent, masked.masked(), strict=True):
+    for plain, hidden in zip(sent, hidden_ones, strict=True):
         assert plain.metadata.src_node_id == hidden.metadata.src_node_id
         values, noise = values_of(plain), values_of(hidden)
         assert noise.keys() == values.keys() | {("totals", key) for _, key in noise if _ == "totals"}
         for where, value in values.items():
-            assert value.tobytes() in opened.bytes(), where  # the search finds what is there
+            assert value.tobytes() in bytes_of(plainly), where  # the search finds what is there
             assert value.tobytes() not in arrived, where
             assert value.astype(np.float32).tobytes() not in arrived, where
             assert noise[where].dtype == np.uint64
@@ -239,7 +236,7 @@ def test_no_array_or_metric_of_a_client_arrives(federation: Federations, rule: s
         for metrics in metrics_in(plain.content).values():
             for key in metrics.keys() - readable:
                 assert ("totals", key) in noise
-    bits = np.concatenate([value.reshape(-1) for reply in masked.masked() for value in values_of(reply).values()])
+    bits = np.concatenate([value.reshape(-1) for reply in hidden_ones for value in values_of(reply).values()])
     share = np.unpackbits(bits.view(np.uint8)).mean()
     assert abs(share - 0.5) < 4 / np.sqrt(64 * bits.size)  # eight standard deviations
     assert len(np.unique(bits)) == bits.size
@@ -254,7 +251,7 @@ def test_masks_depend_on_the_secrets_only_and_one_of_them_hides_everything(
         fed = double(federation)
         fed.data[0].batches = [(images + data, labels) for images, labels in fed.data[0].batches]
         roots = with_secrets(monkeypatch, secret)
-        grid = Keeping(fed.grid())
+        grid, replies = kept(fed.grid())
         # The test takes the values before they are masked; the protocol is unchanged.
         values: list[Mapping[str, Any]] = []
         mask = secure.Session.mask
@@ -267,7 +264,7 @@ def test_masks_depend_on_the_secrets_only_and_one_of_them_hides_everything(
         last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, grid)
         monkeypatch.setattr(secure.Session, "mask", mask)
         assert len(roots) == 3
-        arrived.append((values, [values_of(reply) for reply in grid.masked()]))
+        arrived.append((values, [values_of(reply) for reply in masked_of(replies)]))
     (plain, first), (moved, second), (_, third) = arrived
     for client in range(3):
         for where in first[client]:
@@ -286,18 +283,14 @@ def test_masks_depend_on_the_secrets_only_and_one_of_them_hides_everything(
 # --- clients that drop out ---------------------------------------------------
 
 
-class Losing(GridAround):
+def losing(inner: Grid, nodes: set[int], where: Callable[[Message], bool]) -> Changed:
     """Loses the replies of some nodes to some messages, which the nodes have handled."""
 
-    def __init__(self, inner: Grid, nodes: set[int], where: Callable[[Message], bool]) -> None:
-        super().__init__(inner)
-        self.nodes, self.where = nodes, where
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        messages = list(messages)
-        lost = {message.metadata.dst_node_id for message in messages if self.where(message)} & self.nodes
-        replies = self.inner.send_and_receive(messages, timeout=timeout)
+    def lose(sent: list[Message], replies: list[Message]) -> list[Message]:
+        lost = {message.metadata.dst_node_id for message in sent if where(message)} & nodes
         return [reply for reply in replies if reply.metadata.src_node_id not in lost]
+
+    return Changed(inner, lose)
 
 
 def at_stage(stage: str) -> Callable[[Message], bool]:
@@ -316,9 +309,9 @@ def test_clients_may_drop_out_at_every_stage(federation: Federations, stage: str
     """And take part in the next round, Scaffold's with the control variates that the server has added."""
     fed = double(federation, (6, 8, 10, 4, 12))
     lost = {2, 5}
-    masked = last_model(fed, Secure(RULES[rule]()), 3, Losing(fed.grid(), lost, at_stage(stage)))
+    masked = last_model(fed, Secure(RULES[rule]()), 3, losing(fed.grid(), lost, at_stage(stage)))
     # A client whose masked reply has arrived is in the sum, whether it answers later or not.
-    twin = Losing(fed.grid(), set() if stage == "unmask" else lost, at_stage("train"))
+    twin = losing(fed.grid(), set() if stage == "unmask" else lost, at_stage("train"))
     assert distance(masked, last_model(fed, RULES[rule](), 3, twin)) < 5e-8
 
 
@@ -337,7 +330,7 @@ def test_clients_may_drop_out_at_every_stage(federation: Federations, stage: str
 def test_below_the_threshold_the_run_fails_by_name(federation: Federations, stage: str, says: str) -> None:
     fed = double(federation, (6, 8, 10, 4, 12))
     with pytest.raises(RunFailed, match=says):
-        last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, Losing(fed.grid(), {2, 4, 5}, at_stage(stage)))
+        last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, losing(fed.grid(), {2, 4, 5}, at_stage(stage)))
 
 
 def test_a_sum_of_one_client_has_a_reason_of_its_own(federation: Federations) -> None:
@@ -360,7 +353,7 @@ def test_a_client_out_of_range_or_diverged_drops_out_by_name(
     fed.data[1].batches = [(factor * images, labels) for images, labels in fed.data[1].batches]
     masked = last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1)
     assert re.search(f"client 1 could not train: MessageError: {reason}", flower_log.text)
-    twin = last_model(fed, FedAvg(**NO_EVALUATION), 1, Losing(fed.grid(), {2}, at_stage("train")))
+    twin = last_model(fed, FedAvg(**NO_EVALUATION), 1, losing(fed.grid(), {2}, at_stage("train")))
     assert distance(masked, twin) < 5e-8
 
 
@@ -493,20 +486,17 @@ def test_history_and_summary_have_skipped_rounds(tmp_path: Path) -> None:
 # --- a client reveals no more than the protocol needs ------------------------
 
 
-class Asking(GridAround):
+def asking(inner: Grid, change: Callable[[Message], list[Message]]) -> tuple[Changed, list[Message]]:
     """Repeats the server's requests to reveal shares, with changes, and keeps the answers."""
+    answers: list[Message] = []
 
-    def __init__(self, inner: Grid, change: Callable[[Message], list[Message]]) -> None:
-        super().__init__(inner)
-        self.change, self.answers = change, []  # type: ignore[var-annotated]
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        messages = list(messages)
-        replies = list(self.inner.send_and_receive(messages, timeout=timeout))
-        for message in messages:
-            for asked in self.change(message):
-                self.answers += self.inner.send_and_receive([asked], timeout=timeout)
+    def ask(sent: list[Message], replies: list[Message]) -> list[Message]:
+        for message in sent:
+            for asked in change(message):
+                answers.extend(inner.send_and_receive([asked]))
         return replies
+
+    return Changed(inner, ask), answers
 
 
 def unmask_of(message: Message, change: Callable[[dict[str, np.ndarray]], None]) -> list[Message]:
@@ -526,10 +516,10 @@ def test_a_client_never_reveals_both_shares_of_another(federation: Federations) 
         arrays["survivors"] = arrays["survivors"][:-1]
 
     fed = double(federation, (6, 8, 10, 4))
-    grid = Asking(fed.grid(), lambda message: unmask_of(message, without_last))
+    grid, answers = asking(fed.grid(), lambda message: unmask_of(message, without_last))
     last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, grid)
-    assert len(grid.answers) == 4
-    assert all("this client has no secrets for the server's session" in reply.error.reason for reply in grid.answers)
+    assert len(answers) == 4
+    assert all("this client has no secrets for the server's session" in reply.error.reason for reply in answers)
 
 
 @pytest.mark.parametrize(
@@ -558,10 +548,10 @@ def test_a_client_refuses_to_open_other_sums(federation: Federations, survivors:
 def test_a_reply_is_masked_once(federation: Federations) -> None:
     """Two replies under the same masks would reveal their difference."""
     fed = double(federation, (6, 8, 10))
-    again = Asking(fed.grid(), lambda message: [message] if message.metadata.message_type == "train" else [])
-    last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, again)
-    assert len(again.answers) == 3
-    assert all("asks for masks of a session again" in reply.error.reason for reply in again.answers)
+    grid, answers = asking(fed.grid(), lambda message: masked_of([message]))
+    last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, grid)
+    assert len(answers) == 3
+    assert all("asks for masks of a session again" in reply.error.reason for reply in answers)
 
 
 def test_an_app_that_cannot_mask_refuses(federation: Federations) -> None:
