@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fedbn_flwr.errors import FedbnError
 
 CASES = 2000
-TRIED = int(os.environ.get("FEDBN_EXAMPLES", 800))  # `nox -s fuzz` tries more
+TRIED = int(os.environ.get("FEDBN_EXAMPLES", 400))  # `nox -s fuzz` tries more
 
 
 def cases(share: int) -> int:

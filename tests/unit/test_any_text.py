@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,9 +133,3 @@ def test_any_path_of_an_experiment(name: str, capsys: pytest.CaptureFixture[str]
     assert len(error.encode()) < 2100
 
 
-def test_a_partition_of_a_node_is_a_number(tmp_path: Path) -> None:
-    context = Context(1, 1, {"partition-id": "one"}, RecordDict(), {})
-    with pytest.raises(
-        SettingsError, match=r"partition-id='one' and num-partitions=3, but the experiment has clients=3"
-    ):
-        checked_client_number(context, 3)

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import flwr.serverapp.strategy
@@ -17,7 +16,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
-from tests.support.command import FEDBN, PATIENCE, PROGRAM, ROOT, environment, python
+from tests.support.command import FEDBN, ROOT, environment, python, signalled
 
 QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
 
@@ -245,23 +244,15 @@ def test_a_locale_without_the_characters_of_a_label_is_named(tmp_path: Path) -> 
 def test_a_run_stopped_by_ctrl_c_resumes_to_the_same_model(tmp_path: Path) -> None:
     words = [QUICK, "rounds=10", "strategy.freeze_round=5", "evaluate.every=4"]
     words += ["train={epochs: null, steps: 2}", "engine.workers=0"]
-    command = [*PROGRAM, "run", *words]
     stopped = tmp_path / "stopped"
     history = stopped / "FixBN" / "history.jsonl"
-    with subprocess.Popen(
-        [*command, "--out", str(stopped)],
-        cwd=ROOT, env=environment(PAUSE="0.2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        deadline = time.monotonic() + PATIENCE
-        while not (history.exists() and history.read_text().count("\n") >= 3):
-            assert time.monotonic() < deadline, "no three rounds"
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130, error
-    assert "Traceback" not in error
-    assert "stopping after this round" in error
+    done = signalled(
+        signal.SIGINT, lambda: history.exists() and history.read_text().count("\n") >= 3,
+        FEDBN, "run", *words, "--out", stopped, cwd=ROOT, PAUSE="0.2",
+    )  # fmt: skip
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "stopping after this round" in done.stderr
     summary = json.loads((stopped / "FixBN" / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert 3 <= summary["rounds"] < 10
