@@ -131,5 +131,3 @@ def test_any_path_of_an_experiment(name: str, capsys: pytest.CaptureFixture[str]
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert len(error.encode()) < 2100
-
-
