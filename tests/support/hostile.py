@@ -1,7 +1,8 @@
 """Runs with one hostile client of five, and the comparison with runs in which that client is absent or honest.
 
 `python -m tests.support.hostile` runs every attack against every rule and prints the counts, which
-docs/results/robustness.md#wrong-replies-and-long-runs has; `test_the_counts_of_attacks_are_of_today_s_attacks` fails if there are more by now.
+docs/results/robustness.md#wrong-replies-and-long-runs has; `test_the_counts_of_attacks_are_of_today_s_attacks` fails
+if there are more by now.
 """
 
 from __future__ import annotations
