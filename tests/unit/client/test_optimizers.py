@@ -46,7 +46,7 @@ def grouped(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": parameters[2:]}, {"params": parameters[:2]}], lr=lr, momentum=0.9)
 
 
-CASES: list[tuple[OptimizerSpec, dict[str, Any], type[torch.optim.Optimizer], dict[str, Any]]] = [
+CASES: list[tuple[OptimizerSpec, dict[str, Any], Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
     ("sgd", {}, torch.optim.SGD, {}),
     ("sgd", {"weight_decay": 0.01}, torch.optim.SGD, {"weight_decay": 0.01}),
     ("sgd", {"momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9}),

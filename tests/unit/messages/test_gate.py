@@ -134,9 +134,9 @@ def test_values_that_only_a_changed_process_can_send_are_refused() -> None:
         bad.content.metric_records["metrics"].__dict__["_data"]["train-loss"] = value
         (reason,) = reasons([bad])
         assert "'train-loss'" in str(reason)
-    for value in ("2", True, 2.0, [2]):
+    for partition in ("2", True, 2.0, [2]):
         bad = reply()
-        bad.content["client"] = ConfigRecord({"partition-id": value})
+        bad.content["client"] = ConfigRecord({"partition-id": partition})
         assert "'partition-id'" in str(reasons([bad])[0])
     bad = reply()
     bad.content.__dict__["_data"]["arrays"] = 5
