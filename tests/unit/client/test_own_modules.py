@@ -142,7 +142,7 @@ def test_a_batch_sampler_of_unknown_size_is_refused_unless_the_loader_has_the_nu
     loader = DataLoader(data, batch_sampler=[[0, 1], [2]])
     with pytest.raises(TypeError, match="its batch_sampler, if any, needs a `sampler` with a length"):
         _ = BNClient(Running(), loader).num_examples
-    ready = DataLoader([(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))] * 3, batch_size=None)  # type: ignore[arg-type]
+    ready: Any = DataLoader([(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))] * 3, batch_size=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="the number of examples in train_data, a DataLoader, is unknown"):
         _ = BNClient(Running(), ready).num_examples  # its length is that of batches
     loader.num_examples = 3  # type: ignore[attr-defined]
