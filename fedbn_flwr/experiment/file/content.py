@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,12 +102,7 @@ def _file(source: str, folder: Path) -> tuple[Path, str]:
 
 
 def _content(path: Path) -> Tree:
-    return copy.deepcopy(_parsed(_text(path), repr(str(path))))
-
-
-@functools.lru_cache(maxsize=100)  # many shipped experiments extend the same one
-def _parsed(text: str, source: str) -> Tree:
-    return check_mapping(parse_yaml(text, source), source)
+    return check_mapping(parse_yaml(_text(path), repr(str(path))), repr(str(path)))
 
 
 def check_mapping(content: object, source: str) -> Tree:
