@@ -1,4 +1,6 @@
-"""Seconds per FedTAN iteration over messages and over streams, and per round of others; docs/results/performance.md#fedtan-over-a-network.
+"""Seconds per FedTAN iteration over messages and over streams, and per round of others.
+
+docs/results/performance.md#fedtan-over-a-network has them.
 
     python benchmarks/network.py nodes 2 5      real SuperLink and SuperNodes on this machine, with TLS
     python benchmarks/network.py latency 2 5 10 local processes, the real service, and a proxy that adds latency

@@ -1,6 +1,7 @@
 """The memory format of convolutions: that of the filters or of the inputs, which the outputs have too.
 
-With channels last, a CPU trains most networks faster (docs/results/performance.md#speed); the last bits of results differ.
+With channels last, a CPU trains most networks faster (docs/results/performance.md#speed); the last bits of results
+differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A short soak: benchmarks/soak.py with few rounds. docs/results/robustness.md#wrong-replies-and-long-runs has the long ones."""
+"""A short soak: benchmarks/soak.py with few rounds.
+
+docs/results/robustness.md#wrong-replies-and-long-runs has the long ones.
+"""
 
 from __future__ import annotations
 
