@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from fedbn_flwr import Result, cli
 from fedbn_flwr.experiment.registry import STRATEGIES
 from tests.support.command import PATIENCE, ROOT, fedbn
 from tests.support.network import Deployment, copy_app, wait_for
+from tests.support.runs import is_finished
 from tests.support.sessions import BASE, Elsewhere, outcome, overrides, session
 
 EXPERIMENT = ROOT / "apps" / "experiments" / "quick.yaml"  # three clients, three rounds, FixBN from round 2 on
@@ -159,6 +161,12 @@ def contents(file: Path) -> bytes:
 def test_superlink_and_supernodes_give_the_same_arrays(local: Path, deployment: Deployment) -> None:
     folder = deployment.run_app({"experiment": EXPERIMENT.read_text(), "set": "engine.device=cpu"})
     assert (folder / "model.safetensors").read_bytes() == arrays(local)
+    assert is_finished(folder)
+    newest = json.loads(deployment.flwr("ls", "remote", "--format", "json"))["runs"][0]["run-id"]
+    nodes = json.loads(deployment.flwr("supernode", "list", "remote", "--format", "json"))["nodes"]
+    said = re.findall(r"client (\d) is node (\d+)", deployment.log(str(newest)))
+    assert [client for client, _ in said] == ["0", "1", "2"]
+    assert {node for _, node in said} == {str(node["node-id"]) for node in nodes}
 
 
 @pytest.mark.slow

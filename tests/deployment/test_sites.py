@@ -29,6 +29,7 @@ from tests.support.command import ROOT
 from tests.support.images import numbered, write_parquet
 from tests.support.marks import slow_except
 from tests.support.network import Deployment, missing_tools
+from tests.support.sites import served
 
 SIZES = (24, 30, 18)
 EXPERIMENT: dict[str, Any] = {
@@ -85,12 +86,9 @@ class WithoutPartitions(ClientApp):
 def run(
     folders: Sequence[Path], out: Path, app: ClientApp | None = None, **changes: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any], bytes]:
-    run_config = {"experiment": json.dumps(EXPERIMENT | changes), "out": str(out)}
-    app = app or client_app(make_client)
-    serve(LocalGrid(app, 3, run_config=run_config, node_config=node_configs(folders)), run_config).announce()
-    (summary,) = out.rglob("summary.json")
-    history = [json.loads(line) for line in (summary.parent / "history.jsonl").read_text().splitlines()]
-    return history, json.loads(summary.read_text()), (summary.parent / "model.safetensors").read_bytes()
+    folder = served(EXPERIMENT | changes, out, node_configs(folders), app)
+    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
+    return history, json.loads((folder / "summary.json").read_text()), (folder / "model.safetensors").read_bytes()
 
 
 STRATEGIES: list[dict[str, Any]] = [{"name": "FedAvg"}, {"name": "FedBN"}, {"name": "FedTAN", "min_batch": 6}]
@@ -244,13 +242,9 @@ def write_csv(file: Path, rows: list[dict[str, Any]]) -> None:
 def run_tables(
     folders: Sequence[Path] | None, out: Path, experiment: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], bytes]:
-    run_config = {"experiment": json.dumps(experiment), "out": str(out)}
-    configs = [{"data-path": str(folder)} for folder in folders] if folders else None
-    with LocalGrid(client_app(make_client), 3, run_config=run_config, node_config=configs) as grid:
-        serve(grid, run_config)
-    (file,) = out.rglob("model.json")
-    summary = json.loads(file.with_name("summary.json").read_text())
-    return summary, json.loads(file.read_text()), file.with_name("model.safetensors").read_bytes()
+    folder = served(experiment, out, [{"data-path": str(each)} for each in folders] if folders else None)
+    summary, described = (json.loads((folder / f"{name}.json").read_text()) for name in ("summary", "model"))
+    return summary, described, (folder / "model.safetensors").read_bytes()
 
 
 def test_sites_with_tables_train_the_model_of_a_simulation_with_all_rows(tables: list[Path], tmp_path: Path) -> None:
@@ -401,16 +395,12 @@ def test_a_site_has_its_own_model_after_the_run(
     strategy: dict[str, Any], tables: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states = [tmp_path / f"state-{i}" for i in range(3)]
-    run_config = {"experiment": json.dumps(TABLE | {"strategy": strategy}), "out": str(tmp_path / "out")}
     pairs = zip(tables, states, strict=True)
     configs = [{"data-path": str(folder), "state": str(state)} for folder, state in pairs]
-    grid = LocalGrid(client_app(make_client), 3, run_config=run_config, node_config=configs)
-    with grid:
-        serve(grid, run_config)
-    (summary,) = (tmp_path / "out").rglob("summary.json")
-    (summary.parent / "checkpoint").rename(tmp_path / "checkpoint")  # of the local engine, with the clients' states
+    run = served(TABLE | {"strategy": strategy}, tmp_path / "out", configs)
+    (run / "checkpoint").rename(tmp_path / "checkpoint")  # of the local engine, with the clients' states
     files = 1 if strategy in (PERSONAL[3], PERSONAL[-1]) else 3
-    check_models_of_sites(summary.parent, states, tables, tmp_path / "predictions", capsys, files)
+    check_models_of_sites(run, states, tables, tmp_path / "predictions", capsys, files)
 
 
 def test_a_site_has_what_the_page_on_sites_shows(
@@ -463,27 +453,24 @@ def deployed(folders: list[Path], tmp_path: Path, **variables: str) -> Deploymen
 
 
 @pytest.mark.slow
-def test_a_deployment_of_sites_with_tables(tables: list[Path], tmp_path: Path) -> None:
-    """Three real SuperNodes, each with a folder of CSV files; the same model as on the local engine."""
+def test_a_deployment_of_sites_with_tables(
+    tables: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three real SuperNodes, each with a folder of CSV files; the same model as on the local engine.
+
+    FedAP's models are of all three places: its mix on the server, batch norm at the site, the network in model.json.
+    """
     with deployed(tables, tmp_path) as deployment:
         out = deployment.run_app({"experiment": json.dumps(TABLE)})
+        personal = deployment.run_app({"experiment": json.dumps(TABLE | {"strategy": PERSONAL[1]})})
+        states = [deployment.mounts(f"superexec-clientapp-{i}")["/state"] for i in range(3)]
+        check_models_of_sites(personal, states, tables, tmp_path / "predictions", capsys)
     _, described, model = run_tables(tables, tmp_path / "local", TABLE)
     assert (out / "model.safetensors").read_bytes() == model
     assert json.loads((out / "model.json").read_text())["normalise"] == described["normalise"]
     text = (out / "environment.json").read_text()
     assert "--token" in json.loads(text)["command"], "as Flower starts a ServerApp"
     assert json.loads(text)["command"][json.loads(text)["command"].index("--token") + 1] == "***"
-
-
-@pytest.mark.slow
-def test_the_sites_of_a_deployment_have_their_own_models(
-    tables: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """FedAP's are of all three places: its mix on the server, batch norm at the site, the network in model.json."""
-    with deployed(tables, tmp_path) as deployment:
-        out = deployment.run_app({"experiment": json.dumps(TABLE | {"strategy": PERSONAL[1]})})
-        states = [deployment.mounts(f"superexec-clientapp-{i}")["/state"] for i in range(3)]
-        check_models_of_sites(out, states, tables, tmp_path / "predictions", capsys)
 
 
 @pytest.mark.slow

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message, MetricRecord, RecordDict
 
-from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr import client_app
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError, UserError
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import arrays_of
 from tests.support.federations import near
 from tests.support.images import picture, png
+from tests.support.sites import served
 
 SIZES = (40, 64, 33)
 EXPERIMENT: dict[str, Any] = {
@@ -71,13 +71,10 @@ def run(
 ) -> tuple[bytes, dict[str, Any]]:
     """The model of a run, and what model.json says of it. Without folders the nodes have parts of the server's data."""
     resume = changes.pop("resume", False)
-    run_config = {"experiment": json.dumps(EXPERIMENT | changes), "out": str(out), "resume": resume}
     configs = [{"data-path": str(folders / f"site-{i}"), **(nodes or {})} for i in range(3)] if folders else None
     app = client_app(make_client, mods={"query": mods, "train": mods})
-    with LocalGrid(app, 3, run_config=run_config, node_config=configs) as grid:
-        serve(grid, run_config)
-    (file,) = out.rglob("model.safetensors")
-    return file.read_bytes(), json.loads(file.with_name("model.json").read_text())
+    folder = served(EXPERIMENT | changes, out, configs, app, resume=resume)
+    return (folder / "model.safetensors").read_bytes(), json.loads((folder / "model.json").read_text())
 
 
 def of_all(folders: Path, **more: Any) -> dict[str, Any]:

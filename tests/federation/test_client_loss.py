@@ -88,11 +88,14 @@ def test_fedgkd_is_inside_others_and_its_models_are_saved(federation: Federation
 
 
 @pytest.mark.slow
-def test_a_run_in_an_experiment_is_the_same_together_and_in_workers(fedgkd: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", [{"name": "fedgkd:FedGKD"}, {"name": "FedRep", "head_epochs": 1}], ids=str)
+def test_a_run_in_an_experiment_is_the_same_together_and_in_workers(
+    fedgkd: Any, strategy: dict[str, Any], tmp_path: Path
+) -> None:
     models = []
     for name, engine in (("plain", {}), ("together", {"together": 5}), ("workers", {"workers": 2})):
         run(
-            "quick", out=tmp_path / name, rounds=2, strategy={"name": "fedgkd:FedGKD"}, progress=False,
+            "quick", out=tmp_path / name, rounds=2, strategy=strategy, progress=False,
             data={"test_examples": 50}, engine={"workers": 0, "device": "cpu", **engine},
         )  # fmt: skip
         (file,) = (tmp_path / name).rglob("model.safetensors")

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.evaluation import evaluate
@@ -53,12 +52,6 @@ def settings(folder: Path) -> Settings:
 def clients_of(folder: Path, server_round: int = -1) -> dict[str, dict[str, float]]:
     clients: dict[str, dict[str, float]] = RunFolder(folder).lines("clients.jsonl")[server_round]["clients"]
     return clients
-
-
-def own_accuracy(model: nn.Module, folder: Path, client: int) -> float:
-    run, data = settings(folder), load(Source(name="digits"))
-    rows = shares_of(run.data, run.clients, run.seed, "cpu")[1][client]
-    return float(evaluate(model, TestBatches(data.test, data.moments, 100, rows), F.cross_entropy, CPU)["accuracy"])
 
 
 def summary(folder: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
 from fedbn_flwr.engines.metered import MeteredGrid
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FedTAN, FedTANII, FedWon, FixBN, HeteroBN
 from tests.support.federations import Changed, near, same
 from tests.support.fixtures import Batches
 from tests.support.marks import slow_except
@@ -241,3 +244,43 @@ def test_integers_and_scalars_survive_the_mean(rule: str) -> None:
     assert (after["steps"].shape, after["steps"].dtype, int(after["steps"])) == ((), np.int64, 16)
     assert after["scale"].shape == ()
     assert float(after["scale"]) == 0.3 or rule == "Private"  # which adds noise
+
+
+# Arguments that mean nothing, and the words that say so.
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (partial(FedAvg, fraction_train=2.0), "fraction_train is 2.0; expected a number >= 0 and <= 1"),
+    (partial(FedAvg, min_train_nodes=-1), "min_train_nodes is -1; expected a number of nodes"),
+    (partial(FedAvg().start, None, ArrayRecord(), num_rounds="3"), "num_rounds is '3'; expected an integer"),
+    (partial(FedAvg, FedAvg()), "fraction_train is .*FedAvg object.*; expected a number >= 0 and <= 1"),
+    (partial(FedBN, global_norm="mean"), "global_norm is 'mean'; expected 'average' or 'initial'"),
+    (partial(FedBS, epsilon=-0.1), "epsilon is"),
+    (partial(FedBS, epsilon=float("nan")), "epsilon is"),
+    (partial(FedBS, patience=0), "patience is"),
+    (partial(FedBS, proximal_mu=-1), "proximal_mu is"),
+    (partial(FedProx, proximal_mu=-0.1), r"proximal_mu is -0\.1"),
+    (partial(FedTAN, exchange="both"), "exchange is 'both'"),
+    (partial(FedTAN, weights="none"), "weights is 'none'"),
+    (partial(FedTAN, min_batch=0), "min_batch is 0; expected a number of examples"),
+    (partial(FedTAN, exchange_timeout=7200), "exchange_timeout is 7200; expected seconds, .*up to 3600"),
+    (partial(FedTAN, weighted_by_key="w"), "weighted_by_key is 'w', but the exchanges of FedTAN weight .* 'num-exa"),
+    (partial(FedTAN, weights="batch", weighted_by_key="num-examples"), "weight clients by 'batch-examples'"),
+    (partial(FedTANII, fedtan_rounds=-1), "fedtan_rounds is -1"),
+    (partial(FedTANII, weighted_by_key="batch-examples"), "weight clients by 'num-examples'"),
+    (partial(FedWon, clip=-0.1), r"clip is -0\.1; expected a number >= 0 or None"),
+    *(
+        (partial(FixBN, FedAvg(), freeze_round=at), "freeze_round is")
+        for at in (-1, -0.5, 1.5, True, "half", None, float("nan"))
+    ),
+    *(
+        (partial(FixBN, FedAvg(), freeze=only), r"freeze is .* one or both of \['affine', 'statistics'\]")
+        for only in ([], ["weights"], "statistic", ["statistics", "counter"])
+    ),
+    (partial(HeteroBN, statistics="global"), "expected 'batch', 'query' or 'pooled'"),
+    (partial(HeteroBN, statistics=None), "expected 'batch', 'query' or 'pooled'"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), WRONG)
+def test_arguments_that_mean_nothing_are_named(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises((SettingsError, TypeError), match=words):
+        make()

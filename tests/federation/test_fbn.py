@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import SettingsError, log_once
 from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedTAN, FixBN, MeanStatistics, Private, Secure
-from tests.support.federations import Arrays, Federations, last_model, models_of, near
+from tests.support.federations import Federations, last_model, models_of, near
 
 OFF: dict[str, Any] = {"fraction_evaluate": 0.0}
 LR = 0.1
@@ -62,14 +62,10 @@ def twin(fed: Any, rounds: int, rate: float) -> dict[str, Tensor]:
     return w
 
 
-def check(found: Arrays, expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
-    near(expected, found, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("rate", [0.1, 1.0])
 def test_rounds_are_the_explicit_sums(federation: Federations, rate: float) -> None:
     fed = federation((6, 8, 10), batches=2, dtype=torch.float64, lr=LR)
-    check(last_model(fed, fbn(rate), 3), twin(fed, 3, rate))
+    near(twin(fed, 3, rate), last_model(fed, fbn(rate), 3), rtol=1e-12, atol=1e-12)
 
 
 def test_before_the_freeze_statistics_are_pooled_and_then_follow(federation: Federations) -> None:
@@ -78,12 +74,12 @@ def test_before_the_freeze_statistics_are_pooled_and_then_follow(federation: Fed
     pooled = last_model(fed, FedAvg(statistics="pooled", **OFF), 2)
     near(pooled, models[2], rtol=1e-12, atol=1e-14)
     fed.model.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in models[2].items()}, strict=False)
-    check(models[3], twin(fed, 1, 0.1))
+    near(twin(fed, 1, 0.1), models[3], rtol=1e-12, atol=1e-12)
 
 
 def test_secure_aggregation_gives_the_same(federation: Federations) -> None:
     fed = federation((6, 8, 10), dtype=torch.float64, lr=LR)
-    check(last_model(fed, Secure(fbn()), 2), twin(fed, 2, 0.1), 2e-7)
+    near(twin(fed, 2, 0.1), last_model(fed, Secure(fbn()), 2), rtol=2e-7, atol=2e-7)
 
 
 def test_the_first_round_of_a_new_model_is_reported(
@@ -128,7 +124,7 @@ def test_means_that_are_asked_for_around_a_robust_strategy_can_be_refreshed(fede
     fed = federation((6, 8, 10), dtype=torch.float64, lr=LR)
     found = last_model(fed, FixBN(MeanStatistics(flower.FedMedian(**OFF)), freeze_round=0, refresh=0.1), 1)
     expected = twin(fed, 1, 0.1)
-    check({key: found[key] for key in found if "running" in key}, {k: expected[k] for k in expected if "running" in k})
+    near({key: expected[key] for key in expected if "running" in key}, found, rtol=1e-12, atol=1e-12)
     FixBN(MeanStatistics(flower.FedMedian(), statistics="median"), freeze_round=1)
 
 

@@ -364,30 +364,16 @@ def test_evaluations_without_the_weight_of_training_count_examples(
     assert "left out" not in flower_log.text
 
 
-def changing(inner: ClientApp, change: Callable[[RecordDict, int], None]) -> ClientApp:
-    """The app, with each reply to training and evaluation changed."""
-    app = ClientApp()
-
-    def answer(message: Message, context: Context) -> Message:
-        reply = inner(message, context)
-        change(reply.content, int(context.node_config["partition-id"]))
-        return reply
-
-    app.train()(answer)
-    app.evaluate()(answer)
-    return app
-
-
 def test_one_client_does_not_choose_the_weights_of_an_evaluation(federation: Federations) -> None:
     fed = federation((8, 12, 6, 10))
 
-    def more(content: RecordDict, partition: int) -> None:
+    def more(_: RecordDict, content: RecordDict, partition: int) -> None:
         if partition == 2 and "arrays" not in content:
             content["metrics"]["train-loss"] = content["metrics"]["accuracy"] = 1.0
 
     first, second = (
         FedAvg(weighted_by_key="train-loss").start(fed.grid(app), fed.arrays(), num_rounds=1)
-        for app in (fed.app(), changing(fed.app(), more))
+        for app in (fed.app(), between(fed.app(), more, evaluations=True))
     )
     one, other = (each.evaluate_metrics_clientapp[1] for each in (first, second))
     assert other["loss"] == one["loss"]
@@ -454,11 +440,11 @@ def test_a_client_that_leaves_out_a_metric_does_not_remove_the_others(
 def absent_metric(app: Any, names: Iterable[str]) -> ClientApp:
     """Client 1 reports none of these."""
 
-    def change(content: RecordDict, partition: int) -> None:
+    def change(_: RecordDict, reply: RecordDict, partition: int) -> None:
         for name in names if partition == 1 else ():
-            content["metrics"].pop(name, None)
+            reply["metrics"].pop(name, None)
 
-    return changing(app, change)
+    return between(app, change, evaluations=True)
 
 
 def test_a_client_that_does_not_answer_an_evaluation_is_named(
@@ -481,7 +467,7 @@ def test_metric_functions_receive_the_whole_content_of_used_replies(federation: 
     """As in Flower: arrays, records of the client's own, and metrics that not all clients sent, under their names."""
     fed = federation((8, 12, 6))
 
-    def more(content: RecordDict, partition: int) -> None:
+    def more(_: RecordDict, content: RecordDict, partition: int) -> None:
         content["info"] = ConfigRecord({"site": f"site-{partition}"})
         metrics = content.metric_records["metrics"]
         del content["metrics"]
@@ -491,7 +477,8 @@ def test_metric_functions_receive_the_whole_content_of_used_replies(federation: 
 
     training, evaluation = Table(), Table()
     options = {"train_metrics_aggr_fn": training, "evaluate_metrics_aggr_fn": evaluation}
-    result = Scaffold(**options).start(fed.grid(changing(fed.app(), more)), fed.arrays(), num_rounds=1)
+    app = between(fed.app(), more, evaluations=True)
+    result = Scaffold(**options).start(fed.grid(app), fed.arrays(), num_rounds=1)
     for table, names in [
         (training, {"arrays", "client", "control", "figures", "info"}),
         (evaluation, {"client", "figures", "info"}),
@@ -528,24 +515,11 @@ def test_initial_arrays_of_another_type_or_none_are_refused(
         strategy().start(fed.grid(), initial(fed), num_rounds=1)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: FedAvg(fraction_train=2.0), "fraction_train is 2.0; expected a number >= 0 and <= 1"),
-        (lambda: FedAvg(min_train_nodes=-1), "min_train_nodes is -1; expected a number of nodes"),
-        (lambda: FedAvg().start(None, ArrayRecord(), num_rounds="3"), "num_rounds is '3'; expected an integer"),
-        (lambda: FedAvg(FedAvg()), "fraction_train is .*FedAvg object.*; expected a number >= 0 and <= 1"),
-    ],
-)
-def test_an_argument_of_the_wrong_kind_is_named(make: Any, words: str) -> None:
-    with pytest.raises((SettingsError, TypeError), match=words):
-        make()
-
-
 def test_two_nodes_with_one_partition_are_named(federation: Federations, flower_log: pytest.LogCaptureFixture) -> None:
-    def same_partition(content: RecordDict, partition: int) -> None:
+    def same_partition(_: RecordDict, content: RecordDict, partition: int) -> None:
         content["client"]["partition-id"] = 0
 
     fed = federation((8, 12))
-    FedAvg().start(fed.grid(changing(fed.app(), same_partition)), fed.arrays(), num_rounds=1)
+    app = between(fed.app(), same_partition, evaluations=True)
+    FedAvg().start(fed.grid(app), fed.arrays(), num_rounds=1)
     assert "nodes 1 and 2 report the same partition-id 0; give each node its own" in flower_log.text

@@ -19,7 +19,7 @@ from fedbn_flwr import LocalGrid, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN, Standalone, Traits
+from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN, Standalone
 from tests.support.federations import Federations, last_model, replaced, same
 
 STATISTICS = {"1.running_mean", "1.running_var"}
@@ -139,11 +139,6 @@ def test_arrays_that_clients_do_not_send_may_be_inside_mean_statistics(federatio
     assert same(last_model(fed, MeanStatistics(rule()), 2), last_model(fed, rule(), 2))
 
 
-def test_a_global_norm_that_means_nothing_is_refused() -> None:
-    with pytest.raises(SettingsError, match="global_norm is 'mean'; expected 'average' or 'initial'"):
-        FedBN(global_norm="mean")
-
-
 # --- composed ----------------------------------------------------------------
 
 
@@ -168,13 +163,3 @@ def test_the_global_model_s_statistics_are_the_mean_of_the_clients_frozen_ones(
     for key in STATISTICS:
         mean = (8 * states[0][key] + 12 * states[1][key]) / 20
         np.testing.assert_allclose(unpack(result.arrays)[key], mean.numpy(), rtol=1e-12)
-
-
-def test_traits_of_a_class_add_to_those_of_its_base(federation: Federations) -> None:
-    class Adds(FedBN):
-        traits = Traits(client_memory=("their step sizes",), local=frozenset({"last"}))
-
-    rule = Adds()
-    rule.begin(1, federation((8, 12)).arrays())
-    assert rule.traits.local == FedBN().traits.local | {"last"}
-    assert rule.traits.client_memory == ("their own batch norm", "their step sizes")

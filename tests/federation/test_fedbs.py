@@ -10,7 +10,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FedBS
 from tests.support.federations import Federations, near, same
@@ -176,14 +176,6 @@ def test_fedprox_needs_no_losses(federation: Federations) -> None:
 def test_no_usable_loss_at_all_ends_the_run(federation: Federations) -> None:
     with pytest.raises(RunFailed, match=r"0 of 2 clients sent a usable reply(.|\n)*lack 'train-loss'"):
         Trace(federation(), strategy(), 1, lambda r, i: None)
-
-
-@pytest.mark.parametrize(
-    "options", [{"epsilon": -0.1}, {"patience": 0}, {"proximal_mu": -1}, {"epsilon": float("nan")}]
-)
-def test_settings_that_mean_nothing_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(SettingsError, match=f"{next(iter(options))} is"):
-        FedBS(**options)
 
 
 def test_a_round_of_one_client_does_not_count_as_losses_that_are_alike(federation: Federations) -> None:

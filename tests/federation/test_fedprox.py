@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.strategies import FedAvg, FedProx
 from tests.support.federations import Federations, last_model, near, same
 from tests.support.twins import sgd, union
@@ -46,11 +45,6 @@ def test_flowers_own_fedprox_asks_our_client_for_the_same(federation: Federation
     ours = last_model(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.4), 3)
     theirs = last_model(fed, flower.FedProx(fraction_evaluate=0.0, proximal_mu=0.4), 3)
     near(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_a_negative_mu_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"proximal_mu is -0\.1"):
-        FedProx(proximal_mu=-0.1)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from fedbn_flwr import run
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.strategies import FedRep, FixBN, GlobalMomentum, Secure
 from tests.support.federations import Federations, last_model, near, replaced
@@ -34,16 +31,3 @@ def test_others_are_around_it(federation: Federations) -> None:
     momentum = GlobalMomentum(FedRep(head_epochs=1))
     momentum.start(fed.grid(), fed.arrays(), num_rounds=2)
     assert momentum.memory.momentum.keys() == {"0.weight", "1.weight", "1.bias"}
-
-
-@pytest.mark.slow
-def test_clients_at_once_and_in_workers_equal_one_after_the_other(tmp_path: Path) -> None:
-    models = []
-    for name, engine in (("plain", {}), ("together", {"together": 5}), ("workers", {"workers": 2})):
-        run(
-            "quick", out=tmp_path / name, rounds=2, strategy={"name": "FedRep", "head_epochs": 1}, progress=False,
-            data={"test_examples": 50}, engine={"workers": 0, "device": "cpu", **engine},
-        )  # fmt: skip
-        (file,) = (tmp_path / name).rglob("model.safetensors")
-        models.append(file.read_bytes())
-    assert models[0] == models[1] == models[2]

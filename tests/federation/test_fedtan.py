@@ -321,27 +321,6 @@ def test_fedtan_ii_is_fedtan_then_frozen_statistics(federation: Federations) -> 
     assert distance(models[4], {key: value.numpy() for key, value in twin.state_dict().items()}) < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: FedTAN(exchange="both"), "exchange is 'both'"),
-        (lambda: FedTAN(weights="none"), "weights is 'none'"),
-        (lambda: FedTAN(min_batch=0), "min_batch is 0; expected a number of examples"),
-        (
-            lambda: FedTAN(exchange_timeout=7200),
-            "exchange_timeout is 7200; expected seconds, .*up to 3600",
-        ),
-        (lambda: FedTANII(fedtan_rounds=-1), "fedtan_rounds is -1"),
-        (lambda: FedTAN(weighted_by_key="w"), "weighted_by_key is 'w', but the exchanges of FedTAN weight .* 'num-exa"),
-        (lambda: FedTAN(weights="batch", weighted_by_key="num-examples"), "weight clients by 'batch-examples'"),
-        (lambda: FedTANII(weighted_by_key="batch-examples"), "weight clients by 'num-examples'"),
-    ],
-)
-def test_wrong_arguments_are_named(make: Callable[[], Any], says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        make()
-
-
 def test_a_model_without_batch_norm_is_refused(federation: Federations) -> None:
     fed = federation((4, 4), model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 3)))
     with pytest.raises(SettingsError, match=r"model\.norm=bn"):

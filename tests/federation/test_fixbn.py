@@ -89,18 +89,6 @@ def test_freezing_changes_what_is_learned_but_after_the_last_round(federation: F
     assert [moved(plain, each) for each in late] == [set(), set()]
 
 
-@pytest.mark.parametrize("freeze_round", [-1, -0.5, 1.5, True, "half", None, float("nan")])
-def test_a_freeze_round_that_means_nothing_is_refused(freeze_round: Any) -> None:
-    with pytest.raises(SettingsError, match="freeze_round is"):
-        FixBN(FedAvg(), freeze_round=freeze_round)
-
-
-@pytest.mark.parametrize("freeze", [[], ["weights"], "statistic", ["statistics", "counter"]])
-def test_only_statistics_and_affine_can_be_frozen(freeze: Any) -> None:
-    with pytest.raises(SettingsError, match=r"freeze is .* one or both of \['affine', 'statistics'\]"):
-        FixBN(FedAvg(), freeze=freeze)
-
-
 def test_it_wraps_a_strategy() -> None:
     words = "FixBN wraps a strategy, for instance FixBN(FedAvg(), ...); found builtins.str, expected"
     with pytest.raises(TypeError, match=re.escape(words)):

@@ -19,8 +19,6 @@ from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack, unpack
 from strategies.meanstatistics import median
 from tests.support.experiments import read
-from tests.support.marks import slow_except
-from tests.support.sessions import outcome
 
 from .test_own_parts import session
 
@@ -44,16 +42,6 @@ def settings(name: str) -> dict[str, Any]:
         "engine": {"device": "cpu"},
         "strategy": {"name": name, **OPTIONS.get(name, {})},
     }
-
-
-@pytest.mark.parametrize("name", slow_except({"FedAdam", "Krum", "QFedAvg"}, FLOWER))
-def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    whole = session(settings(name), tmp_path / "whole")
-    session(settings(name), tmp_path / "stopped", stop=1)
-    assert session(settings(name), tmp_path / "stopped") == whole
-    _, _, summary = outcome(tmp_path / "whole")
-    assert summary["strategy"] == summary["strategy_of_flower"] == name
-    assert summary["norm_statistics"] == ("median" if name in ROBUST else "mean")
 
 
 def poisoned(app: ClientApp) -> ClientApp:

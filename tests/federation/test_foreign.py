@@ -616,13 +616,6 @@ def test_fedavg_and_fedprox_drive_the_template_s_client(project: Project, name: 
         assert losses[-1] < losses[0]
 
 
-@pytest.mark.slow
-def test_fixbn_with_the_template_s_client_runs_up_to_the_freeze(project: Project) -> None:
-    result, grid, _ = start(FixBN(FedAvg(), freeze_round=3), project)
-    assert grid.errors() == []
-    assert len(result.evaluate_metrics_clientapp) == 3
-
-
 @pytest.mark.parametrize("base", slow_except({FedAvg}, [FedAvg, flower.FedAvg]), ids=["ours", "Flower's"])
 def test_fixbn_refuses_the_template_s_client_in_the_first_frozen_round(
     project: Project, base: type[flower.FedAvg]
@@ -707,11 +700,6 @@ def test_the_documented_server_trains_half_of_the_clients_in_each_of_its_rounds(
     assert grid.errors() == []
     assert grid.count("train") == 3 * CLIENTS / 2
     assert names["Mine"]().config(Round(2, ArrayRecord(), ConfigRecord(), grid)) == {"lr": 0.05}
-
-
-def test_the_page_of_the_old_api_has_each_argument_that_was_renamed() -> None:
-    page = (ROOT / "docs" / "old-api.md").read_text()
-    assert [name for name in OLD_NAMES if f"`{name}`" not in page] == []
 
 
 def test_the_documented_keys_are_those_of_the_protocol() -> None:

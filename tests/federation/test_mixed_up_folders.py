@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -10,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr import cli
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.results.folder.files import write_text
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs, read_state
@@ -78,20 +74,6 @@ def test_the_history_of_another_run_is_refused(stopped: dict[str, Path], tmp_pat
         resume(tmp_path / "run")
     history.write_text(text + text.splitlines()[-1].replace('"round": 2', '"round": 3') + "\n")  # it was killed then
     resume(tmp_path / "run")
-
-
-def test_the_checkpoint_of_another_seed_is_refused_by_the_command(tmp_path: Path) -> None:
-    words = ["run", "{name: x, rounds: 4, clients: 2, data: {examples: 40}, train: {steps: 1}, engine: {workers: 0}}"]
-    for seed in (0, 1):
-        out = tmp_path / str(seed)
-        assert cli.main([*words, f"seed={seed}", "--out", str(out)]) == 0
-        (summary,) = out.glob("*/summary.json")
-        content = json.loads(summary.read_text())
-        summary.write_text(json.dumps({**content, "status": "interrupted"}))
-    (mine,), (other,) = ((tmp_path / seed).glob("*/checkpoint") for seed in "01")
-    shutil.copy(other, mine)
-    with pytest.raises(UserError, match=r"checkpoint': it belongs to another run: seed was 1 and is 0"):
-        carry_out(load_experiment(words[1], ["seed=0"]), tmp_path / "0", resume=True)
 
 
 def test_a_copy_of_a_run_without_its_environment_is_resumed(stopped: dict[str, Path], tmp_path: Path) -> None:

@@ -14,16 +14,13 @@ import torch
 import yaml
 from torch.nn import functional as F
 
-from fedbn_flwr import LocalGrid, client_app, run_all
+from fedbn_flwr import run_all
 from fedbn_flwr.cli import main
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.node import ClientMaker
-from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import ROOT
-from tests.support.sessions import Stopping, outcome
+from tests.support.sessions import carried_out, outcome
 
 PAGE = (ROOT / "docs" / "own-parts.md").read_text()
 SHORT = {"rounds": 2, "train": {"lr": 0.05, "steps": 3, "batch_size": 16}, "engine": {"device": "cpu"}}
@@ -93,15 +90,7 @@ def my_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def session(settings: dict[str, Any], folder: Path, *, stop: int = 0, workers: int = 0) -> Any:
     """The result of a session that begins or resumes a run; `stop` ends it after this round, as Ctrl-C does."""
-    experiment = load_experiment(yaml.safe_dump(settings))
-    (prepared,) = prepare(experiment)
-    run = RunFolder(folder)
-    done = run.begin(prepared.run.model_dump(mode="json"))
-    with LocalGrid(client_app(ClientMaker(experiment)), prepared.run.clients, workers=workers) as grid:
-        try:
-            run_one(prepared, grid, run, Stopping(stop), done)
-        except KeyboardInterrupt:
-            assert stop
+    carried_out(load_experiment(yaml.safe_dump(settings)), folder, stop, workers=workers)
     return outcome(folder)
 
 

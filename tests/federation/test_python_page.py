@@ -51,6 +51,7 @@ def test_the_page_s_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "FedAvg" not in page["results"].table()
 
 
+@pytest.mark.slow
 def test_torchvision_loads_a_model_as_the_page_says(tmp_path: Path) -> None:
     for split in ("train", "test"):
         labels: dict[str, list[int] | list[str]] = {"label": list(range(10)) * 2}

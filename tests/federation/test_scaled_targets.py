@@ -14,12 +14,12 @@ import torch
 from flwr.app import Context
 from numpy.typing import NDArray
 
-from fedbn_flwr import LocalGrid, Result, client_app, run
+from fedbn_flwr import Result, client_app, run
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.federations import near
+from tests.support.sites import served
 
 Table = NDArray[np.float64]
 INPUTS = [f"x{number}" for number in range(10)]
@@ -97,10 +97,10 @@ def test_sites_agree_on_the_moments_of_their_targets_and_resume_with_them(tmp_pa
     data = {"name": "/nowhere", "inputs": INPUTS, "label": "y0", "task": "regression", "targets": "scale"}
     experiment = settings(data, evaluate={"server": False})
     configs: list[dict[str, Any]] = [{"data-path": str(tmp_path / f"site-{number}")} for number in range(3)]
-    whole = served(experiment, configs, tmp_path / "whole")
+    whole = served(experiment, tmp_path / "whole", configs)
     with pytest.raises(RunFailed, match="OSError"):
-        served(experiment, configs, tmp_path / "resumed", last=2)
-    resumed = served(experiment, configs, tmp_path / "resumed", resume=True)
+        served(experiment, tmp_path / "resumed", configs, failing_after(2))
+    resumed = served(experiment, tmp_path / "resumed", configs, resume=True)
     assert (whole / "model.safetensors").read_bytes() == (resumed / "model.safetensors").read_bytes()
     used = np.concatenate([some[np.arange(len(some)) % 5 != 4] for some in (targets[part] for part in parts)])
     mean, deviation = RunFolder(whole).units() or ((), ())
@@ -108,20 +108,15 @@ def test_sites_agree_on_the_moments_of_their_targets_and_resume_with_them(tmp_pa
     assert Result.read(whole).lines[-1]["clients_own_rmse"] < 75
 
 
-def served(
-    experiment: dict[str, Any], configs: list[dict[str, Any]], out: Path, *, resume: bool = False, last: int = 9
-) -> Path:
-    run_config = {"experiment": json.dumps(experiment), "out": str(out), "resume": resume}
+def failing_after(last: int) -> Any:
+    """The app of clients that fail after this round."""
 
     def make(context: Context, config: Any) -> Any:
         if config.get("server-round", 0) > last:
             raise OSError("power cut")
         return make_client(context, config)
 
-    with LocalGrid(client_app(make), 3, run_config=run_config, node_config=configs) as grid:
-        serve(grid, run_config)
-    (file,) = out.rglob("model.json")
-    return file.parent
+    return client_app(make)
 
 
 @pytest.mark.parametrize(

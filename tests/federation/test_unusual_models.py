@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import warnings
@@ -24,20 +23,17 @@ from fedbn_flwr import BNClient, LocalGrid, client_app, run
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml
-from fedbn_flwr.experiment.node import ClientMaker
-from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
 from fedbn_flwr.experiment.registry import build_strategy
-from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.trained import global_model
-from tests.support.federations import near
 from tests.support.fixtures import Batches
-from tests.support.sessions import Stopping, outcome
+from tests.support.marks import slow_except
+from tests.support.sessions import carried_out, outcome
 
 RULES: dict[str, dict[str, Any]] = {
     "FedAvg": {},
@@ -317,15 +313,6 @@ def test_frozen_statistics_of_bfloat16_keep_the_server_s_bits() -> None:
     assert models[1][key].tobytes() == models[3][key].tobytes() != models[0][key].tobytes()
 
 
-@pytest.mark.parametrize("rule", ["FedAvg", "FedTAN", "Scaffold"])
-def test_a_round_of_bfloat16_is_that_of_float32_to_its_rounding(rule: str) -> None:
-    rounded, exact = (
-        unpack(trained(*federation(lambda dtype=dtype: As(net(), dtype)), rule, rounds=1)[-1])
-        for dtype in (torch.bfloat16, torch.float32)
-    )
-    near(rounded, exact, rtol=0.05, atol=0.05)
-
-
 def in_bfloat16(num_classes: int) -> nn.Module:
     """For `model.name`, with the embedded digits."""
     layers = (nn.Conv2d(1, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, num_classes))
@@ -347,15 +334,8 @@ def test_an_experiment_in_bfloat16_counts_its_bytes_and_resumes_to_the_same_bits
     experiment = load_experiment(EXPERIMENT, [f"strategy={rule}"])
     explained = explain(experiment)[0].model
     for name, stop in (("whole", 0), ("parts", 1), ("parts", 0)):
-        (prepared,) = prepare(experiment)
-        run = RunFolder(tmp_path / name)
-        done = run.begin(prepared.run.model_dump(mode="json"))
-        with (
-            LocalGrid(client_app(ClientMaker(experiment)), 2) as grid,
-            contextlib.suppress(KeyboardInterrupt),
-        ):
-            run_one(prepared, grid, run, Stopping(stop), done)
-        assert len(run.history()) == (stop or 3)
+        carried_out(experiment, tmp_path / name, stop)
+        assert len(RunFolder(tmp_path / name).history()) == (stop or 3)
     assert outcome(tmp_path / "whole") == outcome(tmp_path / "parts")
     sent = {role for role in explained if role != "counter" and (role == "weights" or "FixBN" in rule)}
     down = sum(explained[role].bytes for role in sent)
@@ -457,7 +437,10 @@ def of_both(outputs: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
     return sum(nn.functional.cross_entropy(each, labels) for each in outputs) / 2  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("rule", ["{name: FixBN, freeze_round: 1}", "{name: FedTAN, min_batch: 1}"])
+@pytest.mark.parametrize(
+    "rule",
+    slow_except({"{name: FedTAN, min_batch: 1}"}, ["{name: FixBN, freeze_round: 1}", "{name: FedTAN, min_batch: 1}"]),
+)
 def test_a_loss_of_one_s_own_takes_what_a_network_returns_in_training_mode(rule: str, tmp_path: Path) -> None:
     def ends(model: str, loss: str) -> dict[str, Any]:
         out = tmp_path / f"{model}-{loss}"

@@ -15,19 +15,19 @@ from fedbn_flwr.messages.arrays import pack, unpack
 Hook = Callable[[RecordDict, RecordDict, int], None]
 
 
-def between(inner: ClientApp, hook: Hook) -> ClientApp:
-    """`inner`, with `hook` called on each train reply before it is sent; it may change the reply."""
+def between(inner: ClientApp, hook: Hook, *, evaluations: bool = False) -> ClientApp:
+    """`inner`, with `hook` called on each train reply before it is sent, which it may change; also on `evaluations`."""
     app = ClientApp()
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
+    def answer(message: Message, context: Context) -> Message:
         reply = inner(message, context)
         hook(message.content, reply.content, int(context.node_config["partition-id"]))
         return reply
 
-    queries = [app.query(name) for name in ("exchange", "partition", "statistics")]
-    for register in (app.evaluate(), *queries):
-        register(inner)
+    app.train()(answer)
+    app.evaluate()(answer if evaluations else inner)
+    for name in ("exchange", "partition", "statistics"):
+        app.query(name)(inner)
     return app
 
 

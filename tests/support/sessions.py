@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from flwr.serverapp import strategy as flower
-from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
-from fedbn_flwr.experiment.node import make_client
+from fedbn_flwr.experiment.node import ClientMaker, make_client
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.experiment.registry import STRATEGIES
+from fedbn_flwr.experiment.registry import FLOWER, STRATEGIES
 from fedbn_flwr.experiment.run.loop import run_one
-from fedbn_flwr.experiment.settings import completed
+from fedbn_flwr.experiment.settings import Experiment, completed
 from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.folder.writer import RunFolder
-from fedbn_flwr.strategies import MeanStatistics, Rule
-
-PLAIN: dict[str, Callable[[], Strategy]] = {
-    "FedAdam": lambda: flower.FedAdam(eta=0.01),
-    "FedYogi": lambda: flower.FedYogi(eta=0.01),
-    "FedAdagrad": lambda: flower.FedAdagrad(eta=0.01),
-    "FedAvgM": lambda: flower.FedAvgM(server_momentum=0.9, server_learning_rate=0.5),
-    "QFedAvg": lambda: flower.QFedAvg(client_learning_rate=0.1, train_loss_key="train-loss"),
-    "Krum": lambda: flower.Krum(num_malicious_nodes=0),
-    "FedTrimmedAvg": lambda: flower.FedTrimmedAvg(beta=0.2),
-    "FedMedian": flower.FedMedian,
-    "FedXgbCyclic": flower.FedXgbCyclic,
-    "adaptive clipping": lambda: flower.DifferentialPrivacyServerSideAdaptiveClipping(flower.FedAdam(), 0.1, 3),
-}
-
 
 BASE = """
 rounds: 5
@@ -72,14 +54,19 @@ MORE: dict[str, str] = {
     "adamw": "train: {optimizer: adamw, momentum: 0.0, keep_momentum: true}\nevaluate: {metrics: [auc, macro_f1]}",
     "brn": "model: {norm: brn, brn: {warmup: 3, r_steps: 8, d_steps: 8}}",
 }
-OPTIMISERS: dict[str, Callable[[], Rule]] = {
-    name: lambda name=name: MeanStatistics(PLAIN[name]())  # type: ignore[misc]
-    for name in ("FedAdam", "FedYogi", "FedAdagrad", "FedAvgM")
+# Arguments of Flower's strategies.
+OF_FLOWER = {
+    "FedAdam": ", eta: 0.01",
+    "FedYogi": ", eta: 0.01",
+    "FedAdagrad": ", eta: 0.01",
+    "FedAvgM": ", server_momentum: 0.9, server_learning_rate: 0.5",
+    "FedTrimmedAvg": ", beta: 0.34",
+    "MultiKrum": ", num_nodes_to_select: 2",
 }
 CASES = {name: SPECIAL.get(name, f"strategy: {{name: {name}}}") for name in sorted(STRATEGIES)} | MORE
 if "Private" in STRATEGIES:
     CASES["Private, keep"] = "strategy: {name: Private, noise_seed: 1, base: {name: SiloBN, global_norm: initial}}"
-CASES |= dict.fromkeys(OPTIMISERS, "")
+CASES |= {name: f"strategy: {{name: {name}{OF_FLOWER.get(name, '')}}}" for name in FLOWER}
 CHOICES = {"best round": "strategy: {name: FedBN}\ntrain: {lr: 1.0e-20}\nevaluate: {every: 1, validation: 0.1}"}
 SHORT = {"short FedBN": "rounds: 3\nstrategy: {name: FedBN}\nevaluate: {every: 3, clients: false}"}  # for real nodes
 
@@ -100,22 +87,29 @@ class Stopping(Reporter):
         return dataclasses.replace(super().on_round(running, finished), stop=stop)
 
 
-def session(
-    case: str, out: Path, stop: int = 0, *, workers: int = 0, grid: Any = None, interrupted: bool | None = None
+def session(case: str, out: Path, stop: int = 0, **options: Any) -> None:
+    """A session of a run of the case."""
+    carried_out(load_experiment(BASE, overrides(case)), out, stop, **options)
+
+
+def carried_out(
+    experiment: Experiment,
+    out: Path,
+    stop: int = 0,
+    *,
+    workers: int = 0,
+    grid: Any = None,
+    interrupted: bool | None = None,
 ) -> None:
-    """A session of a run as in a new process: all objects are new, and the state is read from the folder.
+    """A session of an experiment's only run as in a new process: the state is read from the folder.
 
     `interrupted` states whether Ctrl-C must end it; by default, whether it is to stop after a round.
     """
-    experiment = load_experiment(BASE, overrides(case))
     (prepared,) = prepare(experiment)
-    if case in OPTIMISERS:
-        prepared = dataclasses.replace(prepared, rule=OPTIMISERS[case]())
-    run = RunFolder(out)
-    run.check(prepared.run.model_dump(mode="json"), resume=True, complete=completed)
-    done = run.begin(prepared.run.model_dump(mode="json"))
-    run_config = {"experiment": BASE, "set": " ".join(f"'{word}'" for word in overrides(case))}
-    own = grid or LocalGrid(client_app(make_client), 3, workers=workers, run_config=run_config)
+    run, config = RunFolder(out), prepared.run.model_dump(mode="json")
+    run.check(config, resume=True, complete=completed)
+    done = run.begin(config)
+    own = grid or LocalGrid(client_app(ClientMaker(experiment)), prepared.run.clients, workers=workers)
     try:
         run_one(prepared, own, run, Stopping(stop), done)
         ended = "at its end"
