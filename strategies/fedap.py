@@ -40,8 +40,9 @@ from flwr.app import ArrayRecord
 from fedbn_flwr.batch import count, map_tensors
 from fedbn_flwr.client.rule import MEASURING, MODEL, ClientRule, Key, LocalRound
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, cast, pooled_mean, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, cast, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.roles import MEAN, VARIANCE, Role, layers, of_roles, split

@@ -26,11 +26,11 @@ from fedbn_flwr import seeding
 from fedbn_flwr.errors import LOG, SettingsError, did_you_mean, few
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, arrays_problem, pooled_mean, weighted_mean
+from fedbn_flwr.messages.aggregate import Arrays, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import metrics_in, record_of
-from fedbn_flwr.messages.metrics import mean_of_metrics
+from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.messages.reply import Reply, number_problem
+from fedbn_flwr.messages.reply import Reply, mean_of_metrics, number_problem
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
 from fedbn_flwr.server.bounds import InfluenceBounds, refuse_bounds
 from fedbn_flwr.server.rule import Base, Rule

@@ -29,8 +29,9 @@ from annotated_types import Ge
 
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.messages.aggregate import MOST_TIMES, Arrays, cast
+from fedbn_flwr.messages.aggregate import Arrays, cast
 from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.limits import MOST_TIMES
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.norms.roles import Role, roles

@@ -33,7 +33,8 @@ from torch import Tensor
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import MEASURING, Batch, ClientRule, Key, LocalRound
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
+from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.server.traits import Question, Round, Traits
 from fedbn_flwr.server.wrapper import Wrapper

@@ -30,7 +30,8 @@ from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, negative_variance, values_problem
+from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.limits import negative_variance, values_problem
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.models.layout import is_known, lay_out, with_channels_last
 from fedbn_flwr.models.tensors import ModelTensors, copied

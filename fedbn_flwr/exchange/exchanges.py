@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-import numpy as np
-
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.messages.aggregate import Arrays, absurd
+from fedbn_flwr.messages.aggregate import Arrays
+from fedbn_flwr.messages.limits import absurd, values_problem
 from fedbn_flwr.messages.quote import shown
 
 from .carriers import Answers, Carrier, ExchangesDone
@@ -24,7 +22,6 @@ _TENSORS: dict[str, set[str]] = {
     END: set(),
 }
 _MOST_EXCHANGES = 100_000  # that a round may have
-_LARGEST = 1e18  # the largest value in a contribution; sums of squares are then finite in float32
 
 # Gets the contributions by node, and nodes with their problems; returns the nodes that stay, in the order they count.
 Admit = Callable[[int, Mapping[int, Contribution], Sequence[tuple[int, str]]], Sequence[int]]
@@ -131,16 +128,7 @@ def contribution_problem(contribution: Contribution, unfinished: Collection[str]
     for name, array in contribution.tensors.items():
         if array.dtype.kind != "f" or array.ndim != 1 or not array.size:
             return f"{name!r} is {array.dtype} of shape {array.shape}; expected floats, one per channel"
-        most = min(_LARGEST, float(np.finfo(array.dtype).max) / 8)
-        least = -most
-        if kind != "gradients":  # differences of means are squared in the variance of all clients
-            least, most = (0.0, most) if name == "var" else (-math.sqrt(most), math.sqrt(most))
-        low, high = float(array.min()), float(array.max())
-        if not least <= low <= high <= most:  # true for NaN
-            return (
-                f"{name!r} has values from {low:g} to {high:g}; expected {least:g} to {most:g} (the client diverged?)"
-            )
-    return None
+    return values_problem(contribution.tensors, () if kind == "gradients" else {"var"} & contribution.tensors.keys())
 
 
 def _number(node: int, contribution: Contribution) -> int:

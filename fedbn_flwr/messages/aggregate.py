@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from fedbn_flwr.cores import cores
-from fedbn_flwr.errors import few
 from fedbn_flwr.norms.roles import mean_of
 
 from .arrays import Arrays as Arrays
 from .arrays import DType, Values, frozen, variance_keys
+from .limits import largest
 
 Array = Values
 
@@ -30,7 +30,6 @@ def total_weight(weights: Sequence[float]) -> float:
 
 _PIECE = 1 << 15  # elements summed at a time, in the cache; for fewer, threads would wait for Python's global lock
 _THREADS = min(8, cores())
-_LARGEST = 1e280  # the largest float64 that is used: times MOST_EXAMPLES it is finite
 _LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as adding about 100,000 elements
 
 
@@ -64,7 +63,7 @@ def pooled_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
     for reply, weight in zip(given, weights, strict=True):
         for key, value in squared_distance(reply, mean).items() if weight else ():
             between[key] = between.get(key, 0.0) + value * (weight / total)
-    most = {key: min(float(np.finfo(mean[key].dtype).max), _LARGEST) for key in between}
+    most = {key: largest(mean[key].dtype, is_variance=True) for key in between}
     return {**mean, **{key: cast(np.minimum(mean[key] + between[key], most[key]), mean[key].dtype) for key in between}}
 
 
@@ -131,121 +130,3 @@ def cast(total: Array, dtype: DType) -> Array:
     if dtype.kind in "iu" and total.dtype.kind == "f":
         return np.asarray(np.rint(total)).astype(dtype)
     return np.asarray(total).astype(dtype)
-
-
-def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -> str | None:
-    """The reason why `arrays` must not be aggregated, or None.
-
-    `like` are the arrays that the server sent; `expected` are the keys that the client must send back (by default all).
-    NaN, infinity and negative variances are problems, since one such reply makes the global model unusable.
-    """
-    wanted = set(like if expected is None else expected)
-    if missing := sorted(wanted - set(arrays)):
-        return f"the reply lacks {few(map(repr, missing), 3)}"
-    if extra := sorted(set(arrays) - wanted):
-        return f"the reply has {few(map(repr, extra), 3)}, which the server did not request"
-    for key, value in arrays.items():
-        if value.shape != like[key].shape:
-            return f"{key!r} has shape {value.shape}; the server sent shape {like[key].shape}"
-        if value.dtype != like[key].dtype:
-            return f"{key!r} is {value.dtype}; the server sent {like[key].dtype}"
-        if not is_finite(value):
-            if not (count := int(value.size - np.isfinite(value).sum())):
-                return f"{key!r} has values above {_LARGEST:g}, so its weighted sum may not be finite"
-            return f"{key!r} has {count} of {value.size} values that are not finite (the client diverged?)"
-    return negative_variance(arrays)
-
-
-def values_problem(arrays: Arrays) -> str | None:
-    """The reason why the values of `arrays` must not be aggregated, or None."""
-    return arrays_problem(arrays, arrays) if arrays else None
-
-
-def is_finite(value: Array) -> bool:
-    """Whether a weighted sum of such values is finite."""
-    if value.dtype.kind not in "fc":
-        return True
-    return bool((np.isfinite(value) if value.dtype.itemsize <= 4 else np.abs(value) <= _LARGEST).all())
-
-
-def negative_variance(arrays: Arrays) -> str | None:
-    """The problem of the first running variance with a negative value, or None."""
-    for key in variance_keys(arrays):
-        if (arrays[key] < 0).any():
-            return f"{key!r} has negative values ({arrays[key].min():g})"
-    return None
-
-
-MOST_TIMES = 1000  # the median of the other clients, beyond which a huge value is absurd
-# Above it, training fails: the gradient of a squared error of two layers has products of three weights.
-_HUGE = float(np.finfo(np.float32).max) ** (1 / 3)  # 7e12
-
-
-def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | None = None) -> dict[int, str]:
-    """Why replies have values that training does not reach, by position.
-
-    A reply is absurd if both are true for one of its arrays:
-
-    - It has a value above 7e12, or above the square of 7e12 in `squares` (by default the running variances).
-    - Its largest change, from `sent` or from zero, is more than 1,000 times the median change of the other replies,
-      which is itself below that limit: otherwise the whole run has diverged.
-
-    The change alone is not enough. An honest client may train an array that the others have frozen, or its data may
-    have other units. In a run that diverged on some clients, their changes were 2.5 million times as large. The value
-    says more: features of up to 1e12 have variances of up to 1e24, the largest weight of a run that diverged was 1.9e9,
-    and a client above 7e12 is about to send NaN. If all clients had such values, their changes would be alike.
-
-    With fewer than three replies there is no majority to compare with, so none is absurd.
-    """
-    problems: dict[int, str] = {}
-    for i, arrays in enumerate(replies) if len(replies) > 2 else ():
-        if largest_of(arrays) <= _HUGE:
-            continue  # the common case
-        squares = variance_keys(arrays) if squares is None else squares
-        for key, value in arrays.items():
-            limit = _HUGE**2 if key in squares else _HUGE
-            if largest_of({key: value}) <= limit:
-                continue
-            changes = [_largest_change(reply[key], sent.get(key)) for reply in replies]
-            middle = float(np.median([*changes[:i], *changes[i + 1 :]]))
-            if middle <= limit and changes[i] > MOST_TIMES * middle:
-                problems[i] = (
-                    f"{key!r} changed by up to {changes[i]:.2g}, and by {middle:.2g} in the median of the other "
-                    f"clients; expected at most {MOST_TIMES:,} times the median for values this large"
-                )
-                break
-    return problems
-
-
-def largest_of(arrays: Arrays) -> float:
-    """The largest absolute value of the floats."""
-    floats = [value for value in arrays.values() if value.dtype.kind == "f" and value.size]
-    return max((max(-float(value.min()), float(value.max())) for value in floats), default=0.0)
-
-
-def large_value(model: Arrays) -> str | None:
-    """The largest value of a model, in words, if training would fail: above a million, or 1e12 in a variance."""
-    sizes = {key: largest_of({key: value}) for key, value in model.items()}
-    squares = variance_keys(model)
-    large = [key for key, size in sizes.items() if size > (1e12 if key in squares else 1e6)]
-    most = max(large, key=sizes.__getitem__, default=None)
-    return None if most is None else f"values of up to {sizes[most]:.2g} ({most!r})"
-
-
-def _largest_change(value: Array, sent: Array | None) -> float:
-    return float(np.abs(value.astype(np.float64) - (0.0 if sent is None else sent)).max(initial=0.0))
-
-
-def initial_problem(arrays: Arrays) -> str | None:
-    """The reason why a run must not begin with these arrays, or None."""
-    if not arrays:
-        return "it has no arrays; send ArrayRecord(model.state_dict())"
-    for key, value in arrays.items():
-        if value.dtype.kind not in "fiub":
-            return f"{key!r} is {value.dtype}; expected real numbers (send real and imaginary parts as two arrays)"
-        if not is_finite(value):
-            what = "not finite" if not np.isfinite(value).all() else f"above {_LARGEST:g}"
-            return f"{key!r} has values that are {what}; if it is a mask, register it with persistent=False"
-    if negative := negative_variance(arrays):
-        return f"{negative}. If it is not a variance, rename it and its running_mean"
-    return None

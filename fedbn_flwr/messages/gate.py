@@ -7,29 +7,39 @@ becomes an error reply with the reason. It reads each array once and keeps it in
 - metrics are finite numbers or lists of them, and numbers of examples are between 0 and 2**31,
 - a partition is a whole number, zero or more.
 
-Checks that need the model or the round (`arrays_problem`, `Rule.problem`) come later.
+Checks that need the model or the round (`limits.arrays_problem`, `Rule.problem`) come later, and last the comparisons:
+where the server cannot know what to expect, the majority of the clients decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.norms.roles import Role, of_roles
+from fedbn_flwr.tasks import SHARES
 
 from . import protocol
-from .arrays import in_memory
+from .arrays import Arrays, in_memory
+from .limits import MOST_EXAMPLES, absurd, arrays_problem, largest
 from .quote import one_line, shown
-from .reply import MOST_EXAMPLES, is_partition, metric_name, partition_of, refusal, with_content
+from .reply import Reply, is_partition, metric_name, partition_of, refusal, with_content
 
-_LARGEST = 1e39  # above the largest float32; sums and squares of such metrics are finite
+_LARGEST = largest(np.dtype(float))
 _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits, and -2**63 has no positive counterpart
 _MOST_METRICS, _LONGEST_NAME = 1000, 1000  # each metric is in every line of a run's files, and a column of its tables
 _MOST_BYTES = 1 << 18  # in names and numbers: enough for 1,000 metrics, or a list with numbers of 30,000 classes
 # The name of a test set may come before them.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES)
+
+
+# The last words of the names of metrics between 0 and 1; the name of a test set may come before them.
+_SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
 
 
 class Gated(list[Message]):
@@ -110,3 +120,81 @@ def _is_number(value: object) -> bool:
 def _check_whole(key: str, value: object) -> None:
     if not is_partition(value):
         raise MessageError(f"its {key!r} is {shown(value)}, expected a whole number from 0 to 2**31")
+
+
+# --- what only a comparison with the other replies shows ---
+
+
+def metric_problems(replies: Mapping[int, Reply]) -> dict[int, str]:
+    """The problems of replies that report a metric in another form than most clients, by node.
+
+    A form is one number, a list of numbers, or one number out of range. The last is fine if most clients report it,
+    since some ClientApps report percentages, or equal weights as numbers of examples.
+    """
+    problems: dict[int, str] = {}
+    metrics = {
+        node: {metric_name(key): value for key, value in reply.metrics.items()} for node, reply in replies.items()
+    }
+    for key in dict.fromkeys(key for own in metrics.values() for key in own):
+        forms = {node: _form(key, own) for node, own in metrics.items() if key in own}
+        counts = Counter(forms.values())
+        most = min(counts, key=lambda form: (-counts[form], form))  # if two forms are equally frequent, one number
+        problems |= {
+            node: f"its metric {shown(key)} is {shown(metrics[node][key])}; other clients report {most[1]}"
+            for node, form in forms.items()
+            if form != most and (form[0], most[0]) != (0, 1)  # a percentage may be below 1
+        }
+    return problems
+
+
+def _form(key: str, metrics: protocol.Config) -> tuple[int, str]:
+    value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
+    if isinstance(value, list):
+        return 2, "a list of numbers"
+    if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
+        return 1, "a number outside 0 to 1"
+    if key == protocol.BATCH_EXAMPLES and examples is not None and value > examples:
+        return 1, f"above its {protocol.NUM_EXAMPLES!r}"
+    return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
+
+
+def record_problems(replies: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:
+    """The problems of the record `name` in replies, by node.
+
+    The record must have an array for each parameter that clients train. The server cannot tell these from buffers and
+    frozen parameters, so it expects the keys that most replies have.
+    """
+    like = of_roles(model, {Role.WEIGHTS, Role.AFFINE})
+    missing = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
+    problems = {node: missing for node, reply in replies.items() if name not in reply.records}
+    read = {node: reply.records[name] for node, reply in replies.items() if name in reply.records}
+    votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
+    keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
+    problems |= {
+        node: problem for node, arrays in read.items() if (problem := arrays_problem(arrays, like, keys)) is not None
+    }
+    left = [node for node in read if node not in problems]
+    far = absurd([read[node] for node in left], {})
+    problems |= {left[i]: problem for i, problem in far.items()}
+    return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
+
+
+def arrays_problems(replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+    """The problems of the arrays in replies, by node, where the server does not know what to expect.
+
+    It expects the keys, shapes and dtypes that most replies have. In a tie it prefers the ones of `sent`, the arrays in
+    its messages, and after them the reply with the most arrays.
+    """
+
+    def form(values: Arrays) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+        return tuple(sorted((key, value.dtype.str, value.shape) for key, value in values.items()))
+
+    forms = {node: form(reply.arrays) for node, reply in replies.items()}
+    votes, sent_form = Counter(forms.values()), form(sent)
+    most = max(
+        votes, key=lambda candidate: (votes[candidate], candidate == sent_form, len(candidate), candidate), default=()
+    )
+    like = next((reply.arrays for node, reply in replies.items() if forms[node] == most), {})
+    return {
+        node: problem for node, reply in replies.items() if (problem := arrays_problem(reply.arrays, like)) is not None
+    }

@@ -6,8 +6,9 @@ Clients use this module to read the server's messages, and strategies to read re
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
@@ -15,11 +16,9 @@ from flwr.common.constant import ErrorCode
 from fedbn_flwr.errors import MessageError, log_once
 
 from . import protocol
-from .aggregate import Arrays
-from .arrays import arrays_in, config_of, configs_in, metrics_in, unpack
+from .arrays import Arrays, arrays_in, config_of, configs_in, metrics_in, unpack
+from .limits import MOST_EXAMPLES
 from .quote import one_line, shown
-
-MOST_EXAMPLES = 2**31
 
 
 def number_problem(metrics: protocol.Config, key: str) -> str | None:
@@ -114,6 +113,38 @@ def metrics_of(content: RecordDict) -> MetricRecord:
     if len(records) != 1:
         raise MessageError(f"the reply has {len(records)} MetricRecords; expected one")
     return records[0]
+
+
+def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
+    """The mean of each metric over the clients that report it as one number, weighted by the metric `key`.
+
+    A client leaves out a metric that is undefined on its examples, such as the AUC if all have one class. A metric
+    needs two clients, or half of them: one client cannot fill a run's files.
+    """
+    records = [metrics_of(content) for content in contents]
+    means: dict[str, Any] = {}
+    for name in dict.fromkeys(name for record in records for name in record):
+        if name == key or not has_mean(name):
+            continue
+        own: list[tuple[Any, Any]] = [
+            (record[name], record[key]) for record in records if not isinstance(record.get(name, []), list)
+        ]
+        total = sum(weight for _, weight in own)
+        if total and len(own) >= min(2, len(records) / 2):
+            means[name] = sum(value * (weight / total) for value, weight in own)
+    return MetricRecord(means)
+
+
+def has_mean(name: str) -> bool:
+    """Whether a metric is neither an identifier nor a number of examples, such as that of another test set."""
+    return name not in (protocol.PARTITION, protocol.BATCH_EXAMPLES) and not name.endswith(protocol.NUM_EXAMPLES)
+
+
+def common_metrics(replies: Sequence[protocol.Config]) -> list[MetricRecord]:
+    """The metrics of each reply that are one number in all replies: strategies of Flower expect these only."""
+    numbers = [{key for key, value in metrics.items() if not isinstance(value, list)} for metrics in replies]
+    common = set.intersection(*numbers) if numbers else set()
+    return [MetricRecord({key: value for key, value in metrics.items() if key in common}) for metrics in replies]
 
 
 # What Flower's errors mean for ClientApps without a handler, by a part of their text.

@@ -18,11 +18,11 @@ from flwr.serverapp.strategy.fedopt import FedOpt
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
-from fedbn_flwr.messages.metrics import common_metrics, mean_of_metrics
-from fedbn_flwr.messages.reply import Reply, number_problem, with_arrays, with_content
-from fedbn_flwr.messages.votes import arrays_problems, overflow
+from fedbn_flwr.messages.gate import arrays_problems
+from fedbn_flwr.messages.limits import arrays_problem
+from fedbn_flwr.messages.reply import Reply, common_metrics, mean_of_metrics, number_problem, with_arrays, with_content
 from fedbn_flwr.norms.roles import Role, of_roles, roles
 from fedbn_flwr.trees import Json
 
@@ -130,7 +130,7 @@ class Foreign(Base):
             return form
         keys = filter(None, (self.weighted_by_key, self.find_attribute("train_loss_key")))  # QFedAvg's weights
         problems = (number_problem(reply.metrics, key) for key in keys)
-        return next(filter(None, problems), None) or form or overflow(reply.arrays, sent)
+        return next(filter(None, problems), None) or form
 
     def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
         if not self.needs_weights:

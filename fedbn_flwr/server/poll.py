@@ -11,12 +11,11 @@ from itertools import pairwise
 from flwr.app import ArrayRecord, Message
 
 from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed, log_once
-from fedbn_flwr.messages.aggregate import large_value
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.metrics import has_mean
+from fedbn_flwr.messages.limits import large_value
 from fedbn_flwr.messages.quote import one_line
-from fedbn_flwr.messages.reply import Reply, partition_of, read_reply, reason_of, refusal
+from fedbn_flwr.messages.reply import Reply, has_mean, partition_of, read_reply, reason_of, refusal
 
 
 @dataclass(frozen=True)

@@ -38,14 +38,14 @@ from fedbn_flwr.declared import checked
 from fedbn_flwr.engines.capabilities import wait_for_nodes
 from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError, few, log_once
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, absurd, arrays_problem, initial_problem, is_finite
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
-from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.gate import arrays_problems, gate, metric_problems, record_problems
+from fedbn_flwr.messages.limits import absurd, arrays_problem, initial_problem, size_problem
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import Reply, number_problem, partition_of, with_content
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.messages.votes import arrays_problems, metric_problems, record_problems
 from fedbn_flwr.norms.roles import NORM_STATE, Role, roles, split
 from fedbn_flwr.trees import Json
 
@@ -404,9 +404,8 @@ class Base(Rule):
                     f"{key!r} is {type(value).__name__} of shape {np.shape(value)}; expected an array of shape "
                     f"{sent[key].shape}"
                 )
-            if not is_finite(value):
-                return f"{key!r} is not finite; bound the replies, or use another strategy"
-        return None
+        problem = size_problem(model)
+        return f"{problem}; bound the replies, or use another strategy" if problem else None
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         """The metrics of training, over all clients."""

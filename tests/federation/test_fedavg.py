@@ -19,7 +19,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.metrics import mean_of_metrics
+from fedbn_flwr.messages.reply import mean_of_metrics
 from fedbn_flwr.strategies import FedAvg, FixBN, Scaffold
 from tests.support.federations import Arrays, Federations, failing, last_model, near, same
 from tests.support.plugin import RecordingGrid

@@ -23,8 +23,8 @@ from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
 from fedbn_flwr.engines.capabilities import wait_for_nodes
 from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import arrays_problem
 from fedbn_flwr.messages.arrays import metrics_in, unpack
+from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import arrays_of, partition_of, reason_of, sender_of
 from fedbn_flwr.norms.variants import BatchRenorm

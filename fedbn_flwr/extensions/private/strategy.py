@@ -30,8 +30,9 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Arrays, arrays_problem
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import config_of, configs_in, pack, unpack
+from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.reply import Reply, arrays_of, with_content
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import Round, Traits, Wrapper, frozen_roles

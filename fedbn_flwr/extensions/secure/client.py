@@ -23,8 +23,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays, negative_variance, squared_distance
+from fedbn_flwr.messages.aggregate import Array, Arrays, squared_distance
 from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics_in, pack, unpack
+from fedbn_flwr.messages.limits import negative_variance
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import sent_model, with_config
 

@@ -32,9 +32,10 @@ from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import LOG, RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays, arrays_problem, cast, squared_distance
+from fedbn_flwr.messages.aggregate import Array, Arrays, cast, squared_distance
 from fedbn_flwr.messages.arrays import config_of, configs_in, pack, unpack, variance_keys
 from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.reply import read_reply, reason_of, refusal, sent_model, with_config, with_content
 from fedbn_flwr.strategies import Round, Wrapper
 from fedbn_flwr.trees import Json

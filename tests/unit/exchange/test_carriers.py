@@ -117,11 +117,11 @@ MOMENTS = Contribution("norm", "moments", {"mean": np.zeros(2), "var": np.ones(2
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(0)}), "one per channel"),
         (
             replace(MOMENTS, tensors={"mean": np.array([np.inf]), "var": np.ones(1)}),
-            "'mean' has values from inf to inf",
+            "'mean' has 1 of 1 values that are not finite",
         ),
         (
             replace(MOMENTS, tensors={"mean": np.zeros(1), "var": -np.ones(1)}),
-            "'var' has values from -1 to -1; expected 0 to",
+            r"'var' has negative values \(-1\)",
         ),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_contribution_that_would_make_the_mean_overflow_is_left_out() -> None:
     _, expected, _ = run({7: script[7], 9: script[9]})
     assert done.nodes == [7, 9]
     assert len(reasons) == 1
-    assert "(node 8): 'mean' has values from 1e+30 to 1e+30; expected -1e+09 to 1e+09" in reasons[0]
+    assert "(node 8): 'mean' has values of up to 1e+30; expected at most 6.5e+18" in reasons[0]
     agreed, alone = found.asked[-1][1], expected.asked[-1][1]
     assert agreed is not None
     assert alone is not None

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from fedbn_flwr.messages.aggregate import absurd, arrays_problem, cast, pooled_mean, total_weight, weighted_mean
-from fedbn_flwr.messages.reply import MOST_EXAMPLES
+from fedbn_flwr.messages.aggregate import cast, pooled_mean, total_weight, weighted_mean
+from fedbn_flwr.messages.limits import MOST_EXAMPLES, absurd, arrays_problem, largest
 
 DTYPES = [np.float16, np.float32, np.float64, np.int64, np.bool_]
 
@@ -103,7 +103,7 @@ def test_values_that_training_cannot_make_are_absurd_beside_ordinary_ones(
 
 def test_a_large_constant_of_the_model_is_not_absurd() -> None:
     """For instance a mask that is a persistent buffer."""
-    assert left_out(-1.9, -2.1, -2.2, sent={"mask": np.full(3, -1e30, np.float32), **SENT}) == []
+    assert left_out(-1.9, -2.1, -2.2, sent={"mask": np.full(3, -1e18, np.float32), **SENT}) == []
     counts = {"n": np.array([2**60]), **SENT}
     assert absurd([counts, SENT | {"n": np.array([0])}, SENT | {"n": np.array([0])}], SENT) == {}, "integers"
 
@@ -266,13 +266,25 @@ def test_a_good_reply_has_no_fault_and_only_expected_keys_must_come_back() -> No
     assert "'w0', 'w1', 'w2' and 6 more" in str(arrays_problem({}, {f"w{i}": np.zeros(1) for i in range(9)}))
 
 
-def test_values_whose_weighted_sum_may_be_infinite_are_a_fault() -> None:
-    for value in (-1.7e308, 1e281):
-        arrays = {"w": np.array([0.0, value])}
-        assert arrays_problem(arrays, arrays) == "'w' has values above 1e+280, so its weighted sum may not be finite"
-    arrays = {"w": np.array([0.0, -1e280])}
-    assert arrays_problem(arrays, arrays) is None
-    assert np.isfinite(weighted_mean([arrays, arrays], [MOST_EXAMPLES, MOST_EXAMPLES])["w"]).all()
+@pytest.mark.parametrize(("dtype", "shown"), [(np.float16, "90"), (np.float32, "6.5e+18"), (np.float64, "4.7e+153")])
+def test_squares_and_sums_of_accepted_values_are_finite_in_their_dtype(dtype: Any, shown: str) -> None:
+    most, square = (largest(np.dtype(dtype), is_variance=each) for each in (False, True))
+    for key, limit in (("bn.running_mean", most), ("bn.running_var", square)):
+        good = {
+            "bn.running_mean": np.zeros(2, dtype),
+            "bn.running_var": np.zeros(2, dtype),
+            key: np.full(2, limit, dtype),
+        }
+        assert arrays_problem(good, good) is None
+        for factor in (1.01, 7.0):
+            bad = good | {key: np.full(2, limit * factor, dtype)}
+            expected = f"{shown} in" if key == "bn.running_mean" else "expected at most"
+            assert expected in str(arrays_problem(bad, good)), (key, factor)
+    low, high = dtype(-most), dtype(most)
+    with np.errstate(all="raise"):
+        assert np.isfinite((high - low) ** 2)
+        assert np.isfinite(dtype(square) + dtype(square))
+        assert np.isfinite(weighted_mean([good, good], [MOST_EXAMPLES, MOST_EXAMPLES])["bn.running_var"]).all()
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -343,11 +355,12 @@ def test_pooled_variances_are_never_below_the_mean_of_the_variances(
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 def test_one_huge_mean_leaves_a_pooled_variance_finite(dtype: Any) -> None:
-    limit = min(float(np.finfo(dtype).max), 1e280)
-    replies = [moments(np.full((2, 2), value), dtype=dtype) for value in (0.0, limit)]
+    limit = largest(np.dtype(dtype))
+    replies = [moments(np.full((2, 2), value), dtype=dtype) for value in (-limit, limit)]
+    replies[1] = {**replies[1], "bn.running_var": np.full(2, limit**2 / 2, dtype)}
     found = pooled_mean(replies, [1, 1])
-    assert arrays_problem(found, found) is None
-    assert (found["bn.running_var"] > 0.9 * limit).all()
+    assert arrays_problem(found, found) is None, "which is limited"
+    assert (found["bn.running_var"] > 0.9 * limit**2).all()
     kept = pooled_mean(replies, [1, 0])  # without weight it has no part in the variance
     assert (kept["bn.running_var"] == 0).all()
 

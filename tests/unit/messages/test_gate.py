@@ -17,10 +17,9 @@ from fedbn_flwr import LocalGrid
 from fedbn_flwr.client.app import ClientFailed
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, read_npy, unpack
-from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.gate import gate, metric_problems
 from fedbn_flwr.messages.quote import one_line
 from fedbn_flwr.messages.reply import Reply
-from fedbn_flwr.messages.votes import metric_problems
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.server.poll import Poll, Roster
 from fedbn_flwr.strategies import FedAvg
