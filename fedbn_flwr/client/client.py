@@ -336,7 +336,7 @@ class BNClient(NumPyClient):
                 "from a mod that adds noise (docs/privacy.md)"
             )
         local, stays = self._local_round(arrays, config, extras), protocol.kept_keys(config, self.roles)
-        if stays and (problem := self._tensors.form.kept_problem(stays, arrays)):
+        if stays and (problem := self._tensors.kept_problem(stays, arrays)):
             raise MessageError(problem)
         # Other projects' strategies may keep batch norm on the clients without saying so.
         ours = not {protocol.RUN, protocol.KEPT}.isdisjoint(config)

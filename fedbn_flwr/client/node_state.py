@@ -23,7 +23,7 @@ from pathlib import Path
 
 from flwr.app import ConfigRecord, Context, Message, MessageType, RecordDict
 
-from fedbn_flwr.errors import MessageError, StorageError, UserError
+from fedbn_flwr.errors import MessageError, StorageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
@@ -123,32 +123,7 @@ def return_to_round(config: Config, context: Context) -> dict[str, int]:
             f"({error.strerror}); give another folder, or change its owner"
         ) from None
     _delete_outside(folder, 0, int(config[protocol.ROUND]))
-    return {protocol.STATE_ROUND: max(_rounds(folder), default=0)}
-
-
-def latest_state(folder: Path, token: str, last: int, client: int | None = None) -> tuple[int, int, RecordDict]:
-    """The state with which a client evaluates round `last` of a run: the client, the state's round and its content.
-
-    `folder` is the state folder of a site, which has one client unless several sites share it.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{str(folder)!r}: there is no such folder; give the one that the node config names as state")
-    folders = {int(path.name.removeprefix("client-")): path for path in folder.glob(f"*-{token}/client-*")}
-    if client is None and len(folders) == 1:
-        client = next(iter(folders))
-    if client is None or client not in folders:
-        known = ", ".join(map(str, sorted(folders)))
-        raise UserError(
-            f"{str(folder)!r} has states of the clients {known}; give the number of one"
-            if folders
-            else f"{str(folder)!r} has no state of this run, which would be in a folder *-{token}; give the folder "
-            "that the node config names as state, at a site that took part in this run; with a strategy that keeps "
-            "nothing there, such as FedAvg, model.safetensors is the site's model"
-        )
-    rounds = _rounds(folders[client])
-    if (latest := max((number for number in rounds if number <= last), default=0)) == 0:
-        raise UserError(f"{str(folders[client])!r} has no state of round {last} of the model or of an earlier one")
-    return client, latest, parse(read_store(rounds[latest])["state"], RecordDict)
+    return {protocol.STATE_ROUND: max(stored_rounds(folder), default=0)}
 
 
 def _folder(config: Config, context: Context) -> Path | None:
@@ -166,7 +141,7 @@ def _folder(config: Config, context: Context) -> Path | None:
     return Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{client_number(context)}"
 
 
-def _rounds(folder: Path) -> dict[int, Path]:
+def stored_rounds(folder: Path) -> dict[int, Path]:
     """The rounds whose state is stored, in ascending order, and their files."""
     files = {file.name.removeprefix("round-"): file for file in folder.glob("round-*")}
     return dict(sorted((int(number), file) for number, file in files.items() if number.isdecimal()))
@@ -174,7 +149,7 @@ def _rounds(folder: Path) -> dict[int, Path]:
 
 def _restore(folder: Path, context: Context, run: str, last: int) -> None:
     """Load the state of the latest round up to `last`; an empty one if there is none."""
-    stored, state = _rounds(folder), RecordDict()
+    stored, state = stored_rounds(folder), RecordDict()
     wanted = max((server_round for server_round in stored if server_round <= last), default=0)
     if {"round": 0, **_owner(context.state)} == {"name": run, "round": wanted}:
         return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
@@ -192,7 +167,7 @@ def _restore(folder: Path, context: Context, run: str, last: int) -> None:
 
 def _delete_outside(folder: Path, first: int, last: int) -> None:
     """Delete the states after round `last`, which will be trained again, and those older than round `first` needs."""
-    rounds = _rounds(folder)
+    rounds = stored_rounds(folder)
     oldest = max((stored for stored in rounds if stored <= first), default=0)
     for stored, file in rounds.items():
         if not oldest <= stored <= last:

@@ -81,7 +81,7 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
         check_training(parts)
     rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # raises an error for a model that does not suit it
     stays = rule.traits.local_keys(parts.model.state_dict())
-    if stays and (problem := ModelTensors(parts.model).form.kept_problem(stays)):
+    if stays and (problem := ModelTensors(parts.model).kept_problem(stays)):
         raise SettingsError(f"strategy {strategy_name(run.strategy)}: {problem}")
     return parts
 

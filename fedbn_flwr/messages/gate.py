@@ -34,11 +34,8 @@ _LARGEST = largest(np.dtype(float))
 _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits, and -2**63 has no positive counterpart
 _MOST_METRICS, _LONGEST_NAME = 1000, 1000  # each metric is in every line of a run's files, and a column of its tables
 _MOST_BYTES = 1 << 18  # in names and numbers: enough for 1,000 metrics, or a list with numbers of 30,000 classes
-# The name of a test set may come before them.
+# The last words of the names of counts and of metrics between 0 and 1; the name of a test set may come before them.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES)
-
-
-# The last words of the names of metrics between 0 and 1; the name of a test set may come before them.
 _SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
 
 

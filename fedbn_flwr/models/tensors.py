@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import frozen
 from fedbn_flwr.norms.roles import Role, key_of, roles
 
-from .form import ModelForm
 from .layout import takes_channels_last
 
 _SENT = {
@@ -109,7 +108,11 @@ class ModelTensors:
         self._parameters = [name for name, _ in model.named_parameters()]
         self._modules = list(model.modules())
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
-        self.form = ModelForm(self.roles, dict(zip(state, self._now(state), strict=True)))
+        self._shapes = {key: tuple(value.shape) for key, value in state.items()}
+        tied: dict[int, list[str]] = {}
+        for key, tensor in zip(state, self._now(state), strict=True):
+            tied.setdefault(id(tensor), []).append(key)
+        self._tied = [keys for keys in tied.values() if len(keys) > 1]
         if model not in _initial:
             now = zip(self._places, self._now(self._places), strict=True)
             _initial[model] = {key: value.detach().clone() for key, value in now}
@@ -153,10 +156,57 @@ class ModelTensors:
         missing.
         """
         given = {*arrays, *own}
-        self.form.check(arrays, own, [key for key in self.roles if key in needed and key not in given])
+        self._check(arrays, own, [key for key in self.roles if key in needed and key not in given])
         if rest := [key for key in self._places if key not in given]:
             torch._foreach_copy_(self._now(rest), [self._initial[key] for key in rest])
         self.load(own, arrays)
+
+    # --- what arrays must be ---
+
+    def kept_problem(self, kept: Collection[str], arrays: Collection[str] = ()) -> str | None:
+        """Why these keys cannot stay on the client, or None: they were received, or are some of a tensor's keys."""
+        if sent := [key for key in arrays if key in kept]:
+            return (
+                f"the server sent {sent[0]!r}, which stays on the client ({len(kept)} arrays do). Server and clients "
+                "must build the same model, whose batch norms all track statistics, or none does"
+            )
+        for keys in self._tied:
+            inside, outside = ([key for key in keys if (key in kept) is stays] for stays in (True, False))
+            if inside and outside:
+                return (
+                    f"{inside[0]!r} stays on the client and {outside[0]!r} does not, and they are one tensor in this "
+                    "model; keep both or none"
+                )
+        return None
+
+    def _check(self, arrays: Arrays, own: Arrays, lacking: Sequence[str]) -> None:
+        """Raise MessageError unless the received arrays and the client's own ones fit; `lacking` are missing keys."""
+        if unknown := [key for key in arrays if key not in self.roles]:
+            raise MessageError(
+                f"the server sent {unknown[0]!r}, which this client's model does not have; its first keys are "
+                f"{list(self.roles)[:3]}. Server and clients must build the same model"
+            )
+        # Standalone sends no arrays at all. A message that lacks only some is for another model.
+        if arrays and lacking:
+            kind = self.roles[lacking[0]]
+            norms = ", whose batch norms all track statistics, or none does" if kind is not Role.WEIGHTS else ""
+            raise MessageError(
+                f"the server did not send {lacking[0]!r} ({len(lacking)} keys of {kind} are missing), and the "
+                f"client's state does not have it. Server and clients must build the same model{norms}"
+            )
+        for keys in self._tied:
+            first, *others = [key for key in keys if key in arrays] or keys[:1]
+            if different := [key for key in others if not np.array_equal(arrays[key], arrays[first])]:
+                raise MessageError(
+                    f"the server sent different values for {first!r} and {different[0]!r}, which are one tensor in "
+                    "this model (Private adds noise to each); untie them"
+                )
+        for where, given in (("the message", arrays), ("the client's state", own)):
+            if wrong := [key for key in given if given[key].shape != self._shapes[key]]:
+                raise MessageError(
+                    f"{wrong[0]!r} has shape {given[wrong[0]].shape} in {where} and {self._shapes[wrong[0]]} in this "
+                    "client's model"
+                )
 
     # --- values ---
 

@@ -15,16 +15,18 @@ from torch import Tensor, nn
 from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Inputs, Value
 from fedbn_flwr.client.evaluation import InUnits
-from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, latest_state
+from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, stored_rounds
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, LocalRound, in_order, rule_of
 from fedbn_flwr.data.batches import Standardiser
 from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, unpack
+from fedbn_flwr.messages.serialization import parse
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
+from fedbn_flwr.storage import read_store
 from fedbn_flwr.trees import Draft
 
 from ..folder.files import damaged
@@ -71,6 +73,31 @@ def site_model(folder: RunReader, state: Path, client: int | None = None) -> Per
     arrays, server_round = _read(folder, "model.safetensors")
     number, state_round, records = latest_state(state.expanduser(), folder.token(), server_round, client)
     return _personal(folder, arrays, records, number, (server_round, state_round), folder.path / "model.safetensors")
+
+
+def latest_state(folder: Path, token: str, last: int, client: int | None = None) -> tuple[int, int, RecordDict]:
+    """The state with which a client evaluates round `last` of a run: the client, the state's round and its content.
+
+    `folder` is the state folder of a site, which has one client unless several sites share it.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{str(folder)!r}: there is no such folder; give the one that the node config names as state")
+    folders = {int(path.name.removeprefix("client-")): path for path in folder.glob(f"*-{token}/client-*")}
+    if client is None and len(folders) == 1:
+        client = next(iter(folders))
+    if client is None or client not in folders:
+        known = ", ".join(map(str, sorted(folders)))
+        raise UserError(
+            f"{str(folder)!r} has states of the clients {known}; give the number of one"
+            if folders
+            else f"{str(folder)!r} has no state of this run, which would be in a folder *-{token}; give the folder "
+            "that the node config names as state, at a site that took part in this run; with a strategy that keeps "
+            "nothing there, such as FedAvg, model.safetensors is the site's model"
+        )
+    rounds = stored_rounds(folders[client])
+    if (latest := max((number for number in rounds if number <= last), default=0)) == 0:
+        raise UserError(f"{str(folders[client])!r} has no state of round {last} of the model or of an earlier one")
+    return client, latest, parse(read_store(rounds[latest])["state"], RecordDict)
 
 
 def personal_model(folder: RunReader, client: int) -> PersonalModel:

@@ -14,9 +14,10 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.client.node_state import NodeState, latest_state, return_to_round, stored_state
+from fedbn_flwr.client.node_state import NodeState, return_to_round, stored_state
 from fedbn_flwr.errors import MessageError, UserError
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.results.read.trained import latest_state
 
 
 def test_a_state_folder_that_is_absent_is_named(tmp_path: Path) -> None:

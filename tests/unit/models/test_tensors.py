@@ -93,10 +93,10 @@ def test_what_is_not_given_has_the_values_that_the_model_had_at_first() -> None:
 def test_a_tensor_with_two_keys_is_kept_or_sent_as_a_whole() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
-    form = ModelTensors(model).form
-    assert form.kept_problem({"0.weight", "1.weight"}) is None
-    assert "'0.weight' stays on the client and '1.weight' does not" in str(form.kept_problem({"0.weight"}))
-    assert "the server sent '0.bias', which stays" in str(form.kept_problem({"0.bias"}, ["0.bias"]))
+    tensors = ModelTensors(model)
+    assert tensors.kept_problem({"0.weight", "1.weight"}) is None
+    assert "'0.weight' stays on the client and '1.weight' does not" in str(tensors.kept_problem({"0.weight"}))
+    assert "the server sent '0.bias', which stays" in str(tensors.kept_problem({"0.bias"}, ["0.bias"]))
 
 
 def test_loading_does_not_copy_the_received_arrays_in_between() -> None:
