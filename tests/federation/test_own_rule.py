@@ -650,7 +650,10 @@ MADE = "^round 1: Broken made a model that cannot be used: "
     ("change", "words"),
     [
         (lambda model: None, r"^Broken\.combine returned None; expected the new model, a dict of arrays$"),
-        (lambda model: {"0.weight": model["0.weight"] * np.nan}, f"{MADE}'0.weight' has .* values that are not finite; bound the replies"),
+        (
+            lambda model: {"0.weight": model["0.weight"] * np.nan},
+            f"{MADE}'0.weight' has .* values that are not finite; bound the replies",
+        ),
         (
             lambda model: {"0.weight": model["0.weight"].astype(np.float64)},
             f"{MADE}'0.weight' is float64; the server sent float32",
