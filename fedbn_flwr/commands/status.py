@@ -94,6 +94,7 @@ def _table(states: list[RunState]) -> str:
         rounds, ago = f"{summary.rounds}/{state.rounds}", f"{duration(max(1.0, now - state.changed))} ago"
         rows.append((str(run.folder), state.status, rounds, metric, ago, left))
     head, rule, *lines = as_text(rows).splitlines()
-    remarks = [state.silence or state.run.summary.error or state.run.summary.missing for state in states]
+    about = [(state.silence, state.run.summary) for state in states]
+    remarks = [silence or summary.error or summary.stopped or summary.missing for silence, summary in about]
     below = (f"\n  {shorten(printable(remark), 110)}" if remark else "" for remark in remarks)
     return "\n".join([head, rule, *map("".join, zip(lines, below, strict=True))])

@@ -397,8 +397,16 @@ class Evaluate(Section):
         ge=0,
         le=0.5,
     )
+    patience: Positive | None = setting(
+        None,
+        "rounds without a better result after which the run ends, on the validation examples or, without them, the "
+        "test examples, see [Clients](clients.md#when-nothing-gets-better)",
+    )
+    min_difference: float = setting(0.0, "how much better a result must be to count for `patience`", ge=0)
 
     def problems(self) -> Iterator[str]:
+        if self.min_difference and self.patience is None:
+            yield f"min_difference ({self.min_difference:g}) is for patience; give a number of rounds"
         for name in self.metrics:
             if name not in METRICS and ":" not in name:
                 yield f"metrics has {name!r}; {did_you_mean(name, METRICS)}, or module:function"

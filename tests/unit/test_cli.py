@@ -88,8 +88,8 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: py
     capsys.readouterr()
     assert cli.main(["run", QUICK, "rounds=2", "engine.workers=0", "--out", out]) == 2
     assert "holds a run already" in capsys.readouterr().err
-    assert cli.main(["run", QUICK, "rounds=3", "engine.workers=0", "--out", out, "--resume"]) == 2
-    assert "rounds was 2 and is 3" in capsys.readouterr().err
+    assert cli.main(["run", QUICK, "rounds=2", "clients=4", "engine.workers=0", "--out", out, "--resume"]) == 2
+    assert "clients was 3 and is 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("engine", ["local", "ray"])

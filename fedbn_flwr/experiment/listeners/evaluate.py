@@ -28,10 +28,10 @@ from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.clients import by_metric, spread
 from fedbn_flwr.results.metric_key import CLIENTS, MetricKey
 from fedbn_flwr.strategies import evaluation_round
-from fedbn_flwr.tasks import goodness
-from fedbn_flwr.trees import Draft, Tree
+from fedbn_flwr.trees import Draft
 
 from ..data import rows_by_domain
+from ..length import Peak, patience_of, stopped
 from ..parts import Parts, plain_loss
 from .listener import FinishedRound, Listener, Running
 
@@ -151,26 +151,32 @@ class Evaluate(Listener):
 
 
 class Best(Listener):
-    """Finds the round with the best main metric on the validation examples, the first of equal ones.
+    """Finds the round with the best main metric on the validation examples.
 
     It follows from the history, so a resumed run finds the same round.
     """
 
     def on_start(self, running: Running, finished: FinishedRound) -> None:
-        self.main = running.prepared.task.main
-        self.best = max(map(self._goodness, running.folder.history()), default=-math.inf)
+        self.peak = Peak(MetricKey(running.prepared.task.main, "validation"), running.folder.history())
 
     def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
-        if (found := self._goodness(finished.line)) > self.best:
-            self.best = found
+        if self.peak.rises(finished.line):
             finished = finished.with_metrics(
                 {"best_round": finished.number}, {}, is_best=running.prepared.rule.traits.has_global_model
             )
         return finished
 
-    def _goodness(self, line: Tree) -> float:
-        """How good the round of this line of the history is; minus infinity if it was not measured."""
-        return goodness(self.main, line.get(str(MetricKey(self.main, "validation")), math.nan))
+
+class Patience(Listener):
+    """Ends the run when no round has been better for `evaluate.patience` rounds."""
+
+    def on_start(self, running: Running, finished: FinishedRound) -> None:
+        self.peak = patience_of(running.prepared, running.folder.history())
+
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        self.peak.rises(finished.line)
+        why = stopped(running.prepared, self.peak, finished.number) if finished.is_evaluated else ""
+        return replace(finished, stopped=why, is_last=finished.is_last or bool(why))
 
 
 # --- the values of each client, their means and their spread ---

@@ -65,6 +65,7 @@ class FinishedRound:
     line: Tree = field(default_factory=dict)  # in the history
     clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
     is_best: bool = False  # the best one so far, by validation
+    stopped: str = ""  # why no round follows although there were more, in words
     stop: BaseException | None = None  # ends the run after this round: the user asked to stop, or its time is over
     checkpoint_round: int = 0  # the round of the last checkpoint
 

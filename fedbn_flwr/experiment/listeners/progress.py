@@ -75,6 +75,8 @@ class Reporter(Listener):
         for note in running.prepared.rule.notes().values() if finished.is_last else ():
             if isinstance(note, Mapping) and "in_words" in note:
                 self.message(note["in_words"])
+        if finished.stopped:
+            self.message(finished.stopped)
         return replace(finished, stop=KeyboardInterrupt() if self._stop_asked() else None)
 
     def message(self, text: str) -> None:

@@ -34,6 +34,7 @@ class History(Listener):
             self.summary.notes = before.notes  # until the next round begins or ends
         for line in running.folder.history():
             self.summary.account(line)
+        self.summary.stopped = finished.stopped or None
         running.folder.write_summary(self.summary)
 
     def on_messages(self, running: Running) -> None:
@@ -53,6 +54,7 @@ class History(Listener):
         running.folder.add_line("history.jsonl", finished.line)
         running.folder.add_line("clients.jsonl", clients)
         self.summary.account(finished.line)
+        self.summary.stopped = finished.stopped or None
         self.summary.notes = dict(running.prepared.rule.notes())
         running.folder.write_summary(self.summary)
         return finished

@@ -38,6 +38,7 @@ from fedbn_flwr.trees import Tree
 
 from ..data import examples_of
 from ..file.layers import from_run_config
+from ..length import check_rounds
 from ..listeners.progress import Progress, Reporter
 from ..node import ClientMaker
 from ..parts import Parts
@@ -108,7 +109,8 @@ def run_experiment(
     `own_data`: nodes may have data of their own.
     """
     folders = open_folders(experiment, out, resume=resume)
-    ended = {place: folder.end() for place, folder in enumerate(folders)} if resume else {}
+    given = [run.model_dump(mode="json") for run in experiment.runs]
+    ended = {place: folder.end(given[place]) for place, folder in enumerate(folders)} if resume else {}
     todo = [place for place in range(len(folders)) if not ended.get(place)]
     failed = {place: end.error or "" for place, end in ended.items() if end and end.status == "failed"}
     if failed and len(folders) == 1:
@@ -126,12 +128,13 @@ def run_experiment(
         }
         for run, folder in zip(experiment.runs, folders, strict=True):  # finished runs too: a report averages all
             folder.check_data(checksums.get(examples_of(run.source)))
+        for place, item in prepared.items():
+            check_rounds(item, folders[place].config(), folders[place].rounds(), str(folders[place].path))
         progress.message(f"run folders: {from_here(out)}")
 
         def run_at(place: int, listener: Reporter) -> None:
             folder = folders[place]
             item = prepared.pop(place)  # the dict must not keep the model of a finished run
-            given = experiment.runs[place].model_dump(mode="json")
             about = {
                 "data_commit": item.dataset and item.dataset.commit,
                 "data_checksum": item.dataset and item.dataset.checksum,
@@ -139,8 +142,8 @@ def run_experiment(
             }
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 # Another process may have begun this run while this one was loading data.
-                folder.check(given, resume=resume, complete=completed)
-                run_one(item, grid, folder, listener, folder.begin(given, about))
+                folder.check(given[place], resume=resume, complete=completed)
+                run_one(item, grid, folder, listener, folder.begin(given[place], about))
 
         progress.skip([place for place in range(len(folders)) if place not in todo], failed)
         if jobs > 1:

@@ -32,8 +32,9 @@ from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.strategies import broken_guarantees, restore
 
+from ..length import patience_of, stopped
 from ..listeners.dynamics import Dynamics
-from ..listeners.evaluate import Best, Evaluate, renamed, values_of
+from ..listeners.evaluate import Best, Evaluate, Patience, renamed, values_of
 from ..listeners.listener import FinishedRound, Listener, Running
 from ..listeners.progress import Reporter
 from ..listeners.recording import History, Saving, keep_promises
@@ -56,8 +57,15 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     running = Running(prepared, ledger, folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
+    why = stopped(prepared, patience_of(prepared, folder.history()), done)
     finished = FinishedRound(
-        done, arrays=arrays, model=arrays, is_last=done == run.rounds, trained=trained, checkpoint_round=done
+        done,
+        arrays=arrays,
+        model=arrays,
+        is_last=done == run.rounds or bool(why),
+        trained=trained,
+        stopped=why,
+        checkpoint_round=done,
     )
     del arrays  # later rounds have others, and need the memory
     listeners = listeners_of(running, progress)
@@ -110,7 +118,8 @@ def listeners_of(running: Running, progress: Reporter) -> list[Listener]:
     trackers = [Track(entry, running.folder) for entry in run.track]
     evaluate = Evaluate(running.prepared, threads=workers_of(run))
     unseen = [Unseen()] if run.evaluate.unseen.clients else []
-    return [*dynamics, evaluate, *unseen, *best, progress, History(), Saving(), *trackers]
+    patience = [Patience()] if run.evaluate.patience else []
+    return [*dynamics, evaluate, *unseen, *best, *patience, progress, History(), Saving(), *trackers]
 
 
 def train_round(running: Running, before: FinishedRound, listeners: Sequence[Listener] = ()) -> FinishedRound:

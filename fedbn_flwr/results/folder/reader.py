@@ -55,10 +55,15 @@ class RunReader:
             raise damaged(file, str(error)) from None
         return found
 
-    def end(self) -> Summary | None:
-        """The summary of a run that is finished, or that diverged, as it would again; None if it may continue."""
+    def end(self, config: Json) -> Summary | None:
+        """The summary of a run that is finished, or that diverged, as it would again; None if it may continue.
+
+        With these settings: a finished run continues if they let it end later.
+        """
         summary = self.readable_summary()
-        is_over = summary is not None and (summary.status == "finished" or summary.diverged_in is not None)
+        if summary is None or (summary.diverged_in is None and summary.status != "finished"):
+            return None
+        is_over = summary.diverged_in is not None or _end(self.config()) == _end(config)
         return summary if is_over else None
 
     def partition(self) -> PartitionCounts | None:
@@ -168,6 +173,20 @@ class RunReader:
 
 # Settings of the engine that may differ when a run is resumed, because they do not affect results.
 _FREE = ("workers", "timeout", "node_timeout", "checkpoint_every")
+
+
+_OF_END = ("patience", "min_difference")  # under `evaluate`: with `rounds`, they decide when a run ends
+
+
+def _end(config: Json) -> list[object]:
+    return [config.get("rounds"), *(config.get("evaluate", {}).get(key) or None for key in _OF_END)]
+
+
+def lasting(config: Json) -> Json:
+    """The settings that affect the results of a round; a resumed run may only change when it ends."""
+    found = deciding(config)
+    evaluate = {key: value for key, value in found["evaluate"].items() if key not in _OF_END}
+    return {**{key: value for key, value in found.items() if key != "rounds"}, "evaluate": evaluate}
 
 
 def deciding(config: Json) -> Json:

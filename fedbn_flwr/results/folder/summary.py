@@ -43,6 +43,7 @@ class Summary:
     accuracy_of: str  # whose `accuracy` and `loss` these are, in words
     status: Status = "running"
     error: str | None = None  # of a run that failed
+    stopped: str | None = None  # why it ended before its last round (`evaluate.patience`), in words
     diverged_in: int | None = None  # the round, if it failed because its values were no longer finite
     personal: bool | None = None  # True if each client has a model of its own
     size: str | None = None  # of the experiment, if not the file as written

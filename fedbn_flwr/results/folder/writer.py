@@ -25,7 +25,7 @@ from .checkpoint import Snapshot
 from .environment import environment
 from .files import damaged, write_text
 from .lock import locked
-from .reader import LINES, RunReader, deciding
+from .reader import LINES, RunReader, lasting
 from .summary import Summary
 
 
@@ -62,8 +62,12 @@ class RunFolder(RunReader):
         except SettingsError as error:
             reason = f"{error}; it is damaged, or another version of fedbn-flwr has written it"
             raise damaged(self.path / "config.yaml", reason) from None
-        if different := _difference(deciding(existing), deciding(config)):
+        if different := _difference(lasting(existing), lasting(config)):
             raise SettingsError(f"{str(self.path)!r} cannot be resumed with other settings: {different}")
+
+    def rounds(self) -> int:
+        """How many rounds the run has had."""
+        return 0 if (summary := self.readable_summary()) is None else summary.rounds
 
     def _is_of_other_code(self) -> bool:
         """Whether the last session ran another version of this project or of its packages."""
@@ -98,10 +102,10 @@ class RunFolder(RunReader):
         saved = self.checkpoint.read(whole=False) if self.checkpoint.path.exists() else None
         done = 0
         if saved is not None:
-            done, now = saved.round, {**deciding(config), "token": first.get("token", saved.token)}
+            done, now = saved.round, {**lasting(config), "token": first.get("token", saved.token)}
             if saved.unsaved is not None:
                 raise SettingsError(f"{str(self.path)!r} cannot be resumed: {saved.unsaved}")
-            known = {**saved.settings, "token": saved.token}
+            known = {**lasting(saved.settings), "token": saved.token}
             # `check` has compared the keys that the checkpoint's version did not have.
             if different := _difference(known, _with_keys_of(known, now)):
                 raise damaged(self.checkpoint.path, f"it belongs to another run: {different}")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from fedbn_flwr.errors import few
 from fedbn_flwr.tasks import goodness
 from fedbn_flwr.text import in_words
 from fedbn_flwr.trees import Json
@@ -88,7 +89,9 @@ class Row:
         """What follows the label if runs have not finished, lacked clients, or are not counted."""
         left_out = f" ({repetitions(self)})" if len(self.counted) < len(self.runs) else ""
         missing = dict.fromkeys(run.summary.missing for run in self.counted)
-        marks = ", ".join(filter(None, (self.unfinished, *missing)))
+        early = sorted({run.summary.rounds for run in self.counted if run.summary.stopped})
+        ended = f"stopped after round {few(map(str, early), 5)}" if early else ""
+        marks = ", ".join(filter(None, (self.unfinished, ended, *missing)))
         return (f" [{marks}]" if marks else "") + left_out
 
     @property

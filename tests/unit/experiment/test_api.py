@@ -200,8 +200,8 @@ def test_each_run_has_a_folder_of_its_own_and_is_not_repeated_when_resumed(
     again = run(TINY, out="cell", resume=True, progress=False)
     assert again.summary == kept.summary
     assert (again.folder / "model.safetensors").stat() == written
-    with pytest.raises(SettingsError, match="rounds was 1 and is 2"):
-        run(TINY, rounds=2, out="cell", resume=True, progress=False)
+    with pytest.raises(SettingsError, match="clients was 2 and is 3"):
+        run(TINY, clients=3, out="cell", resume=True, progress=False)
     with pytest.raises(SettingsError, match=r"other settings: train\.lr was 0\.[0-9]+ and is 0\.7$"):
         run(TINY, train={"lr": 0.7}, out="cell", resume=True, progress=False)
 

@@ -83,7 +83,7 @@ def read_all(folder: Path) -> None:
 def resume(folder: Path) -> None:
     """What resuming reads before it trains."""
     run = RunFolder(folder)
-    run.end()
+    run.end(run.config())
     run.check(run.config(), resume=True)
     run.begin(run.config())
     run.checkpoint.read()
