@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,48 +20,45 @@ from .catalogue import Entry
 from .dataset import DataSet, Groups, fewer
 from .examples import MASK, Examples, main_input
 from .series import Long
-from .source import Source
+from .source import PARTS, Source
 from .table import Column, Names, Table, Tables
 from .values import Targets, check_texts, counts, inputs_of, targets_of
 
 _INDEX = re.compile(r"(__index_level_\d+__|Unnamed: \d+)?")  # pandas writes it as a column, in CSV without a name
 
 
-@dataclass(frozen=True)
-class Opened:
-    """All examples of tables, before any is left out. Image files are decoded when it is clear which are used."""
-
-    data: DataSet  # of image files, the inputs are still the numbers of rows
-    lacking: dict[str, Tensor]  # bool by split, whether an example has no label
-    decoded: Callable[[DataSet], DataSet]
+# All examples; by split, which of them have no label (bool); and what decodes image files, whose inputs are the numbers
+# of their rows until it is clear which are used.
+Opened = tuple[DataSet, dict[str, Tensor], Callable[[DataSet], DataSet]]
 
 
 def read(source: Source, tables: Tables, entry: Entry | None = None, known: Sequence[object] = ()) -> DataSet:
     """The data set of these splits; `known` are the names of its classes, if the data have them elsewhere."""
-    opened = open_examples(source, {"train": tables["train"]} if source.held_out else tables, entry, known)
-    data, lacking = opened.data, opened.lacking
-    for part, split in {"train": data.train, "test": data.test}.items():
-        if part not in lacking:
-            continue
-        if source.missing is None and (gaps := counts(split.inputs, torch.isnan, data.input_names)):
+    splits = {"train": tables["train"]} if source.held_out else tables
+    data, lacking, decoded = open_examples(source, splits, entry, known)
+    for part, absent in lacking.items():
+        inputs = getattr(data, part).inputs
+        if source.missing is None and (gaps := counts(inputs, torch.isnan, data.input_names)):
             raise DataError(
-                f"{source.name!r}: of the {len(split)} rows of {part} some have no value (NaN or null) in "
+                f"{source.name!r}: of the {len(absent)} rows of {part} some have no value (NaN or null) in "
                 f"{gaps}; set data.missing: mean, which puts the mean of the column in their place, or drop, which "
                 "leaves out the rows"
             )
-        if source.missing != "drop" and lacking[part].any():
+        if source.missing != "drop" and absent.any():
             raise DataError(
-                f"{source.name!r}: {int(lacking[part].sum())} of {len(split)} rows of {part} have no value in "
-                f"{', '.join(map(repr, data.labels))}, the first is row {int(lacking[part].int().argmax())}; expected "
+                f"{source.name!r}: {int(absent.sum())} of {len(absent)} rows of {part} have no value in "
+                f"{', '.join(map(repr, data.labels))}, the first is row {int(absent.int().argmax())}; expected "
                 "one in each row, or data.missing: drop, which leaves out these rows"
             )
-    _check_entry(source, entry, data)
-    if source.missing == "drop":
-        data = data.complete(lacking)
-    data = data.wanted()
-    if source.held_out:
-        data = data.held_out(source.held_out)
-    data = opened.decoded(fewer(data, source.examples, source.test_examples))
+    is_fixed = entry is not None and not source.class_names and data.task is CLASSIFICATION
+    if entry is not None and is_fixed and data.classes != entry.classes:
+        raise DataError(
+            f"data.name={source.name!r} ({entry.title}) has {entry.classes} classes, the data {data.classes} in "
+            f"{data.labels[0]!r}; choose another column with data.label, or other data by a folder or hub name"
+        )
+    data = (data.complete(lacking) if source.missing == "drop" else data).wanted()
+    data = data.held_out(source.held_out) if source.held_out else data
+    data = decoded(fewer(data, source.examples, source.test_examples))
     if data.train.shape != data.test.shape:
         raise DataError(
             f"data.name={data.name!r}: training examples have the shape {data.train.shape}, test examples "
@@ -71,60 +68,69 @@ def read(source: Source, tables: Tables, entry: Entry | None = None, known: Sequ
     return data
 
 
-def open_examples(source: Source, tables: Tables, entry: Entry | None = None, known: Sequence[object] = ()) -> Opened:
+def open_examples(given: Source, tables: Tables, entry: Entry | None = None, known: Sequence[object] = ()) -> Opened:
     """All examples of the tables, those without a label too."""
-    train = next(iter(tables.values()))
-    inputs, label, domain, group = _chosen(source, tables, entry)
-    types = {name: train.columns[name].kind for name in inputs}
-    apart = _held_out_by(source)
-    keys: dict[str, Sequence[str | None]] = {key: (column,) for key, column in apart.items()}
-    keys |= {"label": label, "domain": (domain,), "group": (group,), "series": (source.series,), "time": (source.time,)}
-    uses = _uses(source, train, inputs, keys)
+    source, train = _complete(given, tables, entry), next(iter(tables.values()))
+    name, inputs, label = source.name, source.inputs, source.label
+    types = {column: train.columns[column].kind for column in inputs}
+    used = dict.fromkeys(inputs, "input") | {column: f"data.{key}" for key, column in _named(source)}
+    other = "not in data.inputs" if given.inputs else ""
+    uses = {
+        column: used.get(column) or other or ("index of pandas" if _INDEX.fullmatch(column) else found.kind)
+        for column, found in train.columns.items()
+    }
     if source.series is not None:
-        tables, inputs = _of_series(source, tables, inputs, [*label, *filter(None, (domain, group)), *apart.values()])
+        tables, inputs = _of_series(source, tables)
         train = next(iter(tables.values()))
-    domains = _groups(source, tables, "domain", domain, source.domains)
-    groups = _groups(source, tables, "group", group, ())
-    held_out_by = next((_groups(source, tables, key, column, ()) for key, column in apart.items()), None)
-    image, mask = _files(train, inputs, label[0])
-    classes = _known(source, entry, tables, label, tuple(map(str, known)))
-    rows = {part: torch.arange(len(table.files)) for part, table in tables.items() if image}
-    if mask is None:
+    grouping = [(key, column) for key, column in _named(source) if key in ("domain", "group") or "." in key]
+    groups = {key: _groups(name, tables, key, column, source.domains) for key, column in grouping}
+    images = [column for column in inputs if train.columns[column].kind == "Image"]
+    if images and len(inputs) > 1:
+        raise DataError(f"data.inputs is {list(inputs)}; expected one column of images, or columns without images")
+    masks = train.columns[label[0]].kind == "Image"
+    classes = _known(source, entry, tables, tuple(map(str, known)))
+    if masks:  # zeros until files are decoded
+        zeros = {part: torch.zeros(len(table), dtype=torch.int64) for part, table in tables.items()}
+        absent = {part: some.bool().numpy() for part, some in zeros.items()}
+        targets = Targets({**zeros}, classes, SEGMENTATION, absent)
+    else:
         keeps = entry is not None and bool(entry.keep) and not source.class_names
         targets = targets_of(source, tables, label, classes, keeps=keeps)
-    else:  # until files are decoded, masks are zeros
-        targets = Targets(
-            {part: torch.zeros_like(numbers) for part, numbers in rows.items()},
-            classes,
-            SEGMENTATION,
-            {part: np.zeros(len(numbers), bool) for part, numbers in rows.items()},
-        )
-    if targets.task is SEGMENTATION and (image is None) != (mask is None):
+    is_dense = targets.task is SEGMENTATION
+    if is_dense and bool(images) != masks:
         raise DataError(
-            f"data.label={label[0]!r} of {source.name!r} has the type {train.columns[label[0]].kind}; expected a "
-            f"number or a text for each example, or images and a column of masks. Its columns: {train}"
+            f"data.label={label[0]!r} of {name!r} has the type {train.columns[label[0]].kind}; expected a number or a "
+            f"text for each example, or images and a column of masks. Its columns: {train}"
         )
     if targets.task in (CLASSIFICATION, BINARY) and len(targets.names) == 1:
         log_once(
-            f"data.label: all examples of {source.name!r} have one class, {targets.names[0]!r}, so there is nothing to "
+            f"data.label: all examples of {name!r} have one class, {targets.names[0]!r}, so there is nothing to "
             "learn; list all classes in data.class_names, or choose another column"
         )
-    values, features = (rows, ()) if image else inputs_of(source, tables, inputs)
-    examples: dict[str, Examples] = {}
-    for part, some in values.items():
-        split = Examples(some, targets.values[part], rows=torch.arange(count(some)))
-        of_groups = [getattr(grouping, part) for grouping in (domains, groups) if grouping is not None]
-        _check_sizes(f"{source.name!r}: {part}", split, of_groups, dense=targets.task is SEGMENTATION and not image)
-        examples[part] = split
-    first, *others = examples.values()
+    if images:
+        values, features = {part: torch.arange(len(table)) for part, table in tables.items()}, ()
+    else:
+        values, features = inputs_of(source, tables, inputs)
+    splits: list[Examples] = []
+    for (part, some), key in zip(values.items(), PARTS, strict=False):
+        splits.append(split := Examples(some, targets.values[part], rows=torch.arange(count(some))))
+        of_groups = [found for group in groups.values() if (found := getattr(group, key)) is not None]
+        if wrong := [len(each) for each in (*tensors(some), *of_groups) if len(each) != len(split)]:
+            raise DataError(
+                f"{name!r}: {part} has {len(split)} labels and {wrong[0]} inputs, domains or groups; expected as many"
+            )
+        if is_dense and not images and (size := main_input(split.targets).shape[1:]) != (whole := split.shape[1:]):
+            raise DataError(
+                f"{name!r}: {part} has inputs of size {list(whole)} and masks of {list(size)}; expected the same size"
+            )
     data = DataSet(
-        source.name,
-        first,
-        others[0] if others else first,
+        name,
+        splits[0],
+        splits[-1],
         targets.names,
-        domains,
-        groups,
-        held_out_by,
+        groups.get("domain"),
+        groups.get("group"),
+        next((group for key, group in groups.items() if key.startswith("test.")), None),
         train.commit,
         targets.task,
         features,
@@ -133,26 +139,10 @@ def open_examples(source: Source, tables: Tables, entry: Entry | None = None, kn
         types,
         label,
     )
-    decoded = partial(_decoded, source, tables, entry, image, mask) if image else lambda data: data
-    return Opened(data, {part: torch.from_numpy(absent) for part, absent in targets.absent.items()}, decoded)
-
-
-def _files(train: Table, inputs: Names, label: str) -> tuple[str | None, str | None]:
-    """The columns of image files and of masks."""
-    images = [column for column in inputs if train.columns[column].kind == "Image"]
-    if images and len(inputs) > 1:
-        raise DataError(f"data.inputs is {list(inputs)}; expected one column of images, or columns without images")
-    return next(iter(images), None), label if train.columns[label].kind == "Image" else None
-
-
-def _check_entry(source: Source, entry: Entry | None, data: DataSet) -> None:
-    """Raise an error if the data have other classes than their entry in the catalogue."""
-    if entry is None or source.class_names or data.task is not CLASSIFICATION or data.classes == entry.classes:
-        return
-    raise DataError(
-        f"data.name={source.name!r} ({entry.title}) has {entry.classes} classes, the data {data.classes} in "
-        f"{data.labels[0]!r}; choose another column with data.label, or other data by a folder or hub name"
+    decoded = (
+        partial(_decoded, source, tables, entry, images[0], label[0] if masks else None) if images else lambda d: d
     )
+    return data, {part: torch.from_numpy(some) for part, some in targets.absent.items()}, decoded
 
 
 def _decoded(
@@ -161,9 +151,9 @@ def _decoded(
     """The data set with the images of the files, where it has the numbers of their rows."""
     from .decoding import Files  # needs packages of the extra `data`
 
-    first, *others = tables.values()
+    splits = [table.files for table in tables.values()]
     files = Files(
-        first.files,
+        splits[0],
         image,
         source.name,
         source.pixels or (entry.pixels if entry else None),
@@ -173,21 +163,24 @@ def _decoded(
         data.classes,
         source.channels or 1,
     )
-    of_test = replace(files, split=others[0].files) if others else files
-    return replace(data, train=files.decoded(data.train), test=of_test.decoded(data.test))
+    return replace(data, train=files.decoded(data.train), test=replace(files, split=splits[-1]).decoded(data.test))
 
 
 # --- columns -----------------------------------------------------------------
 
 
-def _chosen(source: Source, tables: Tables, entry: Entry | None) -> tuple[Names, Names, str | None, str | None]:
-    """The columns of inputs, labels, domains and groups."""
+def _named(source: Source) -> list[tuple[str, str]]:
+    """The keys that name columns which are no inputs, each with its column."""
+    found = [(f"test.{key}", getattr(source.held_out, key, None)) for key in ("by", "time")]
+    found += [("label", column) for column in source.label]
+    found += [(key, getattr(source, key)) for key in ("domain", "group", "series", "time")]
+    return [(key, column) for key, column in found if column is not None]
+
+
+def _complete(source: Source, tables: Tables, entry: Entry | None) -> Source:
+    """With the columns of inputs, labels, domains and groups that the settings leave open."""
     train = next(iter(tables.values()))
     columns = train.columns
-
-    def check(key: str, names: Sequence[str | None]) -> None:
-        if absent := [name for name in names if name is not None and name not in columns]:
-            raise DataError(f"data.{key}={absent[0]!r} is not a column of {source.name!r}; its columns: {train}")
 
     def usual(*names: str | None) -> str | None:
         return next((name for name in names if name is not None and name in columns), None)
@@ -199,24 +192,21 @@ def _chosen(source: Source, tables: Tables, entry: Entry | None) -> tuple[Names,
             raise DataError(f"{source.name!r}: name the column with data.{key}; its columns: {train}")
         return tuple(found)
 
-    apart = _held_out_by(source)
-    by_key: dict[str, Iterable[str | None]] = {"inputs": source.inputs, "label": source.label}
-    by_key |= {"series": [source.series], "time": [source.time]}
-    by_key |= {"domain": [source.domain], "categories": source.categories, **{k: [c] for k, c in apart.items()}}
-    for key, names in by_key.items():
-        check(key, [*names])
     listed = Entry("", 0, 0, None, image="inputs", label="labels") if entry is None else entry
-    domain = source.domain or usual(listed.domain, "domain", "domains")
-    if source.domains and domain is None:
-        check("domain", ["domain"])
+    domain = source.domain or usual(listed.domain, "domain", "domains") or ("domain" if source.domains else None)
     # A site's own data may lack the column of groups; where it is needed, `partition` reports that.
     group = usual(source.group or "groups")
-    named = usual(listed.label, "labels")
-    label = source.label or ((named,) if named else only("label", "ClassLabel", [*source.inputs, domain]))
+    named = source.model_copy(update={"domain": domain, "group": group})
+    wanted = [("inputs", name) for name in source.inputs] + [("categories", name) for name in source.categories]
+    for key, name in (*wanted, *_named(named)):
+        if name not in columns:
+            raise DataError(f"data.{key}={name!r} is not a column of {source.name!r}; its columns: {train}")
+    found = usual(listed.label, "labels")
+    label = source.label or ((found,) if found else only("label", "ClassLabel", [*source.inputs, domain]))
     inputs = source.inputs or tuple(filter(None, [usual(listed.image, "inputs")]))
     has_arrays = any(column.kind in ("Image", "array") for name, column in columns.items() if name not in label)
     if not inputs and not has_arrays:
-        taken = (*label, domain, group, source.series, source.time, *apart.values())
+        taken = {column for _, column in _named(named)} | {*label}
         others = [name for name in columns if name not in taken and not _INDEX.fullmatch(name)]
         inputs = tuple(name for name in others if name in source.categories or columns[name].is_number)
         for name in others:
@@ -233,20 +223,13 @@ def _chosen(source: Source, tables: Tables, entry: Entry | None) -> tuple[Names,
             raise DataError(f"{source.name!r}: {part} has no column {', '.join(absent)}; expected the columns of train")
     if twice := [column for column in inputs if column in label]:
         raise DataError(f"{twice[0]!r} is in data.inputs and data.label; expected it in one")
-    return inputs, label, domain, group
+    return named.model_copy(update={"inputs": inputs, "label": label})
 
 
-def _held_out_by(source: Source) -> dict[str, str]:
-    """The key and the column of `data.test.by` or `data.test.time`."""
-    columns = {f"test.{key}": getattr(source.held_out, key, None) for key in ("by", "time")}
-    return {key: column for key, column in columns.items() if column is not None}
-
-
-def _of_series(source: Source, tables: Tables, inputs: Names, others: Sequence[str]) -> tuple[Tables, Names]:
+def _of_series(source: Source, tables: Tables) -> tuple[Tables, Names]:
     """The columns of a long table with a value for each series, and the names of the new inputs."""
-
     longs = {
-        part: Long.of(
+        part: Long(
             f"{source.name!r}: {part}",
             table.columns[str(source.series)].read(),
             table.columns[source.time].read() if source.time else None,
@@ -257,63 +240,41 @@ def _of_series(source: Source, tables: Tables, inputs: Names, others: Sequence[s
     length = int(lengths.max())
     # A site whose series happen to have one length gives the network a mask too, if it is for series of any length.
     new = ("inputs", MASK) if lengths.min() < length or source.shape[-1:] == (None,) else ("inputs",)
-
-    def made(part: str, long: Long) -> Table:
+    found = {}
+    for part, long in longs.items():
         of = tables[part].columns
-        values = {
-            "inputs": Column("array", lambda: long.stacked([of[name].read() for name in inputs], length)),
-            MASK: Column("array", lambda: long.mask(length)),
-        }
-        return Table(
-            {name: values[name] for name in new}
-            | {
-                name: replace(of[name], read=partial(long.one_each, name, of[name].read()))
-                for name in others
-                if name in of
-            }
-        )
-
-    return {part: made(part, long) for part, long in longs.items()}, new
+        values = {"inputs": long.stacked([of[name].read() for name in source.inputs], length), MASK: long.mask(length)}
+        made = {name: Column("array", partial(np.asarray, values[name])) for name in new}
+        others = [name for key, name in _named(source) if key not in ("series", "time") and name in of]
+        one = {name: replace(of[name], read=partial(long.one_each, name, of[name].read())) for name in others}
+        found[part] = Table(made | one)
+    return found, new
 
 
-def _uses(source: Source, train: Table, inputs: Names, keys: Mapping[str, Sequence[str | None]]) -> dict[str, str]:
-    """What each column is for, or why it is not an input."""
-    used = dict.fromkeys(inputs, "input")
-    used |= {column: f"data.{key}" for key, some in keys.items() for column in some if column}
-    return {
-        name: used.get(name)
-        or ("not in data.inputs" if source.inputs else "index of pandas" if _INDEX.fullmatch(name) else column.kind)
-        for name, column in train.columns.items()
-    }
-
-
-def _groups(source: Source, tables: Tables, key: str, column: str | None, wanted: Sequence[str]) -> Groups | None:
-    if column is None:
-        return None
-    values = {}
+def _groups(name: str, tables: Tables, key: str, column: str, wanted: Sequence[str]) -> Groups:
+    values: list[Sequence[object] | None] = []
     for part, table in tables.items():
         if column not in table.columns:
+            values.append(None)
             continue
         found = table.columns[column]
         if not found.is_single:
             raise DataError(
-                f"data.{key}={column!r} of {source.name!r} has the type {found.kind}; expected a number or a text for "
-                "each example"
+                f"data.{key}={column!r} of {name!r} has the type {found.kind}; expected a number or a text for each "
+                "example"
             )
-        values[part] = found.read().tolist()
-        if absent := sum(value is None or value != value for value in values[part]):
+        values.append(rows := found.read().tolist())
+        if absent := sum(value is None or value != value for value in rows):
             raise DataError(
-                f"{source.name!r}: {absent} of {len(values[part])} rows of {part} have no value in {column!r}; "
-                "expected one in each row"
+                f"{name!r}: {absent} of {len(rows)} rows of {part} have no value in {column!r}; expected one in each "
+                "row"
             )
-    if "test" not in tables:
-        values["test"] = values["train"]
-    return Groups.of(source.name, values, wanted)
+    return Groups.of(name, values, wanted if key == "domain" else ())
 
 
-def _known(source: Source, entry: Entry | None, tables: Tables, label: Names, given: Names) -> Names:
+def _known(source: Source, entry: Entry | None, tables: Tables, given: Names) -> Names:
     """The names of the classes, if the settings, the data or the catalogue have them."""
-    columns = [table.columns[label[0]] for table in tables.values()]
+    columns = [table.columns[source.label[0]] for table in tables.values()]
     if given or source.class_names:
         return given or source.class_names
     if columns[0].kind == "Image":
@@ -326,8 +287,8 @@ def _known(source: Source, entry: Entry | None, tables: Tables, label: Names, gi
     found = [column.names for column in columns]
     if len(set(found)) > 1:
         raise DataError(
-            f"data.name={source.name!r}: the training split has {len(found[0])} classes in {label[0]!r}, the test "
-            f"split {len(found[1])}; they must be the same, or the names of data.class_names"
+            f"data.name={source.name!r}: the training split has {len(found[0])} classes in {source.label[0]!r}, the "
+            f"test split {len(found[1])}; they must be the same, or the names of data.class_names"
         )
     if entry is None or not entry.keep:
         return found[0]
@@ -335,14 +296,3 @@ def _known(source: Source, entry: Entry | None, tables: Tables, label: Names, gi
     if absent := [name for name in entry.keep if name not in there]:
         raise DataError(f"data.name={source.name!r} ({entry.title}): the data has no class {', '.join(absent)}")
     return entry.keep
-
-
-def _check_sizes(where: str, split: Examples, groups: Sequence[Tensor | None], *, dense: bool) -> None:
-    """Raise an error if arrays differ in their numbers of rows, or masks in size from the inputs."""
-    found = {"inputs": tensors(split.inputs), "labels": tensors(split.targets), "domains or groups": groups}
-    for what, values in found.items():
-        if wrong := [len(some) for some in values if some is not None and len(some) != len(split)]:
-            raise DataError(f"{where} has {len(split)} labels and {wrong[0]} {what}; expected as many")
-    size = list(split.shape[1:])
-    if dense and (masks := list(main_input(split.targets).shape[1:])) != size:
-        raise DataError(f"{where} has inputs of size {size} and masks of {masks}; expected the same size")

@@ -42,20 +42,20 @@ class Groups:
     test: Tensor | None  # None if the test split has no such column
 
     @classmethod
-    def of(cls, name: str, values: Mapping[str, Sequence[object]], wanted: Sequence[str] = ()) -> Groups:
-        """Groups by the values of the splits as texts: the wanted ones, in their order, or else all, `in_order`."""
-        texts = {part: list(map(str, some)) for part, some in values.items()}
-        known = in_order({text for some in texts.values() for text in some})
+    def of(cls, name: str, values: Sequence[Sequence[object] | None], wanted: Sequence[str] = ()) -> Groups:
+        """Groups by the values of one or both splits as texts: the wanted ones, in their order, or all, `in_order`."""
+        texts = [None if some is None else list(map(str, some)) for some in values]
+        known = in_order({text for some in texts for text in some or ()})
         if unknown := [name for name in wanted if name not in known]:
             hint = did_you_mean(unknown[0], known)
             raise DataError(f"data.domains: {unknown[0]!r} is not a domain of {name!r}", f"; {hint}")
         names = tuple(wanted) or tuple(known)
-        found = {part: numbers(some, names) for part, some in texts.items()}
-        return cls(names, found["train"], found.get("test"))
+        found = [None if some is None else numbers(some, names) for some in texts]
+        assert found[0] is not None, "the training split has the column"
+        return cls(names, found[0], found[-1])
 
-    def select(self, train: Tensor | None, test: Tensor | None) -> Groups:
-        kept = self.test if test is None or self.test is None else self.test[test]
-        return replace(self, train=self.train if train is None else self.train[train], test=kept)
+    def select(self, train: Tensor, test: Tensor) -> Groups:
+        return replace(self, train=self.train[train], test=None if self.test is None else self.test[test])
 
 
 def in_order(texts: Collection[str]) -> list[str]:
@@ -213,29 +213,21 @@ class DataSet(DataForm):
         classes = ("examples",) if self.dense else self.class_names  # labels of pixels are not counted
         return Groups(classes, train, test)
 
-    def select(self, train: Tensor | None, test: Tensor | None) -> DataSet:
-        """The data set with only these rows of its splits; None keeps all."""
-        return replace(
-            self,
-            train=self.train if train is None else self.train.select(train),
-            test=self.test if test is None else self.test.select(test),
-            domains=self.domains and self.domains.select(train, test),
-            groups=self.groups and self.groups.select(train, test),
-            apart=self.apart and self.apart.select(train, test),
-        )
+    def select(self, train: Tensor, test: Tensor) -> DataSet:
+        """The data set with only these rows of its splits."""
+        groups = {key: getattr(self, key) for key in ("domains", "groups", "apart")}
+        kept = {key: some and some.select(train, test) for key, some in groups.items()}
+        return replace(self, train=self.train.select(train), test=self.test.select(test), **kept)
 
     def wanted(self) -> DataSet:
         """Without the examples of unwanted classes and domains, whose numbers are -1; DataError if none is left."""
-        rows: list[Tensor | None] = []
-        domains = (None, None) if self.domains is None else (self.domains.train, self.domains.test)
-        for part, split, group in zip(("training", "test"), (self.train, self.test), domains, strict=True):
-            keep = split.labels >= 0
-            if group is not None:
-                keep &= group >= 0
-            if not keep.any():
+        rows = []
+        for part, split, key in (("training", self.train, "train"), ("test", self.test, "test")):
+            group = getattr(self.domains, key, None)
+            rows.append((split.labels >= 0) & (torch.tensor(True) if group is None else group >= 0))
+            if not rows[-1].any():
                 of_domains = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
                 raise DataError(f"{self.name!r} has no {part} examples{of_domains}")
-            rows.append(None if keep.all() else keep)
         return self.select(*rows)
 
     def complete(self, lacking: Mapping[str, Tensor]) -> DataSet:
@@ -341,13 +333,13 @@ def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> 
     groupings = [dataset.strata(), *dataset.groupings]
     train = [grouping.train for grouping in groupings]
     test = [grouping.test for grouping in groupings if grouping.test is not None]
-    rows: list[Tensor | None] = []
+    rows = []
     for key, count, columns in (("examples", examples, train), ("test_examples", test_examples, test)):
         total = len(columns[0])
         if count is not None and count > total:
             words = "training" if key == "examples" else "test"
             raise DataError(f"data.{key} is {count}, but {dataset.name!r} has {total} {words} examples")
-        rows.append(None if count in (None, total) else draw(count, columns))
+        rows.append(torch.arange(total) if count is None else draw(count, columns))
     return dataset.select(*rows)
 
 

@@ -76,21 +76,11 @@ class Files:
     def decoded(self, chosen: Examples) -> Examples:
         """The examples with their images, uint8 [N, C, H, W], and perhaps masks, uint8 [N, H, W]."""
         assert chosen.rows is not None, "examples of a table have rows"
-        rows = chosen.rows.numpy()
-        facts = (
-            self.split._fingerprint,
-            self.column,
-            self.masks,
-            self.size,
-            self.fit,
-            self.ids,
-            self.classes,
-            self.channels,
-        )
-        key = hashlib.sha256(f"6|{facts}|{self._stamps()}|".encode() + rows.tobytes()).hexdigest()[:24]
+        rows, how = chosen.rows.numpy(), replace(self, split=None, name="")
+        key = hashlib.sha256(f"7|{self.split._fingerprint}|{how}|{self._stamps()}|".encode() + rows.tobytes())
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedbn-flwr"
         folder = Path(os.environ.get("FEDBN_CACHE") or cache)
-        names = [f"{key}.{column}.npy" for column in range(len(self._files.column_names))]
+        names = [f"{key.hexdigest()[:24]}.{column}.npy" for column in range(len(self._files.column_names))]
         _used.update(names)
         with suppress(OSError, ValueError, EOFError):  # absent or damaged
             return _mapped(folder, names, chosen)
@@ -140,19 +130,18 @@ class Files:
         """The columns of images and masks as bytes or paths, not decoded."""
         columns = [self.column] if self.masks is None else [self.column, self.masks]
         split = self.split.select_columns(columns)
-        for column in columns:
+        for column in columns:  # not by cast(), which writes a copy
             split = split.cast_column(column, datasets.Image(decode=False))
         return split
 
     def _stamps(self) -> str:
         """A hash of the times and sizes of the rows' files; the split's fingerprint has their paths only."""
         facts = hashlib.sha256()
-        for column in self._files.column_names:
-            for chunk in self._files.data.column(column).chunks:
-                for path in chunk.field("path").filter(chunk.field("bytes").is_null()).to_pylist():
-                    with suppress(OSError, TypeError, ValueError):  # decoding it will raise an error that has the row
-                        stat = os.stat(path)
-                        facts.update(f"{os.path.abspath(path)}|{stat.st_mtime_ns}|{stat.st_size}\n".encode())
+        for content, paths in (column.flatten() for column in self._files.data.columns):
+            for path in paths.filter(content.is_null()).to_pylist():
+                with suppress(OSError, TypeError, ValueError):  # decoding it will raise an error that has the row
+                    stat = os.stat(path)
+                    facts.update(f"{os.path.abspath(path)}|{stat.st_mtime_ns}|{stat.st_size}\n".encode())
         return facts.hexdigest()
 
     # --- one row ---
@@ -160,15 +149,16 @@ class Files:
     def _decoded(self, row: int, item: Json, mask: Json = MappingProxyType({})) -> list[np.ndarray]:
         """The image of a row at the model's size, uint8 [C, H, W], and its mask, uint8 [H, W], for segmentation."""
         picture = self._picture(item, row)
-        if self.masks is None:
-            return [_array(self._fitted(picture))]
-        labels = self._mask(mask, row)
-        if picture.size != labels.size:
-            raise DataError(
-                f"{self.name!r}: row {row} has an image of {picture.height}x{picture.width} pixels, but a mask of "
-                f"{labels.height}x{labels.width} in {self.masks!r}"
-            )
-        return [_array(self._fitted(picture)), np.asarray(self._fitted(labels, smooth=False))]
+        found = [np.atleast_3d(np.asarray(self._fitted(picture))).transpose(2, 0, 1)]
+        if self.masks is not None:
+            labels = self._mask(mask, row)
+            if picture.size != labels.size:
+                raise DataError(
+                    f"{self.name!r}: row {row} has an image of {picture.height}x{picture.width} pixels, but a mask of "
+                    f"{labels.height}x{labels.width} in {self.masks!r}"
+                )
+            found.append(np.asarray(self._fitted(labels, smooth=False)))
+        return found
 
     def _picture(self, item: Json, row: int) -> Image.Image:
         opened = self._read(item, row, "image")
@@ -194,9 +184,8 @@ class Files:
             )
         values = np.asarray(opened).astype(np.int64)
         table = np.full(257, -1 if self.ids is None else IGNORED)  # the last entry is for values outside 0 to 255
-        table[IGNORED] = IGNORED
-        ids = list(range(self.classes) if self.ids is None else self.ids)
-        table[ids] = np.arange(len(ids))
+        ids = range(self.classes) if self.ids is None else self.ids
+        table[[*ids, IGNORED]] = [*range(len(ids)), IGNORED]
         labels = table[np.where((values < 0) | (values > 255), 256, values)]
         if (labels < 0).any():
             raise DataError(
@@ -224,22 +213,17 @@ class Files:
         if self.fit == "stretch":
             return picture.resize((width, height), how)
         tall, wide = round(height / _MARGIN), round(width / _MARGIN)
-        if picture.width * tall >= picture.height * wide:  # the height is resized to the margin, the width is cut
-            wide = picture.width * tall // picture.height
-        else:
-            tall = picture.height * wide // picture.width
-        picture = picture.resize((wide, tall), how)
+        # One side is resized to the margin, and the other, which is longer, is cut.
+        wide, tall = (
+            max(wide, picture.width * tall // picture.height),
+            max(tall, picture.height * wide // picture.width),
+        )
         left, top = round((wide - width) / 2), round((tall - height) / 2)
-        return picture.crop((left, top, left + width, top + height))
+        return picture.resize((wide, tall), how).crop((left, top, left + width, top + height))
 
 
 def _where(item: Json) -> str:
     return f" ({item['path']})" if item and item.get("path") else ""
-
-
-def _array(picture: Image.Image) -> np.ndarray:
-    array = np.asarray(picture)
-    return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
 
 
 def _trim(folder: Path) -> None:
@@ -248,14 +232,12 @@ def _trim(folder: Path) -> None:
         left = float(given := os.environ.get("FEDBN_CACHE_GB", _GB)) * 1e9
     except ValueError:
         raise DataError(f"FEDBN_CACHE_GB is {given!r}; expected a number of gigabytes") from None
-    facts = []
-    for file in folder.glob("*.npy"):
-        with suppress(FileNotFoundError):  # another process trims too
-            facts.append((file.name in _used, (found := file.stat()).st_atime_ns, found.st_size, file))
-    for is_used, _, size, file in sorted(facts, reverse=True):
-        left -= size
-        if left < 0 and not is_used:
-            file.unlink(missing_ok=True)
+    with os.scandir(folder) as entries, suppress(FileNotFoundError):  # another process trims too
+        files = [(entry.name in _used, (at := entry.stat()).st_atime_ns, at.st_size, entry.path) for entry in entries]
+        for is_used, _, size, path in sorted(files, reverse=True):
+            left -= size
+            if left < 0 and not is_used:
+                os.unlink(path)
 
 
 def _mapped(folder: Path, names: Sequence[str], chosen: Examples) -> Examples:

@@ -82,6 +82,10 @@ class Examples:
         return map_tensors(lambda part: _zeros(part, number), self.inputs)
 
     def select(self, rows: Tensor) -> Examples:
+        """The examples with these numbers, or where a mask is true; no copy if it is all of them."""
+        rows = (rows.nonzero()[:, 0] if rows.dtype is torch.bool else rows).cpu()
+        if rows.equal(torch.arange(len(self))):
+            return self
         here = rows.to(main_input(self.inputs).device)
         inputs, targets = (map_tensors(lambda part: part[here], value) for value in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets, rows=None if self.rows is None else self.rows[rows])

@@ -15,8 +15,9 @@ import functools
 import itertools
 import logging
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ from .source import PARTS, Source
 from .table import PICTURES, Table, table_of
 
 _EACH = 5  # of each class of a domain without lists, every fifth image is a test image
+_CLASS = r"(?P<label>[^./][^/]*)/.+"  # the path of an image file below its folder
 
 Rows = Any  # a `datasets.Dataset`, or a mapping of arrays
+Row = dict[str, str | None]  # an image file, and the values of other columns
 Splits = dict[str, Rows]  # "train" and "test"
 Readers = Mapping[str, Callable[[Path, Sequence[Path]], Rows]]  # of the files of a split, by suffix
-Row = tuple[str, ...]  # an image file, and the values of other columns
 
 
 def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tuple[dict[str, Table], Entry | None]:
@@ -46,10 +48,6 @@ def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tup
     datasets.logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
     if folder is not None:
-        if source.revision is not None:
-            raise DataError(
-                f"data.revision is {source.revision!r}, which is for data sets of the hub, but {str(folder)!r} is read"
-            )
         splits, entry = _folder(folder, source, entry)
         return {part: _placed(folder, split, source) for part, split in splits.items()}, entry
     if entry is None and "/" not in source.name:  # the hub need not be asked: half a minute without a network
@@ -92,22 +90,17 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     # The names of the splits; None stands for the usual ones.
     given: Draft = {"train": source.train, **({} if source.held_out else {"test": source.test})}
     if folder.is_file():
-        if folder.suffix not in _READERS:
-            raise DataError(
-                f"data.name={str(folder)!r}: expected a file that ends in {', '.join(_READERS)}, or a folder"
-            )
+        table = _file(folder)
         if not source.held_out:
             raise DataError(
                 f"data.name={str(folder)!r} is one file, which has no test split; set data.test: 0.2, which holds out "
                 "this share of its rows, or give a folder with train* and test* files"
             )
-        return {"train": _READERS[folder.suffix](folder.parent, [folder])}, entry
+        return {"train": table}, entry
     if (folder / "leftImg8bit").is_dir():
-        rows = {part: _cityscapes(folder, name or {"test": "val"}.get(part, part)) for part, name in given.items()}
-        return _tables(rows, "image", "mask", "city"), CATALOGUE["cityscapes"]
-    if domains := _domains(folder, entry):
-        of_split = {part: name or part for part, name in given.items()}
-        return _of_domains(folder, domains, entry.keep if entry else (), of_split), entry
+        return _images({part: _cityscapes(folder, part, name) for part, name in given.items()}), CATALOGUE["cityscapes"]
+    if found := _of_domains(folder, entry, {part: name or part for part, name in given.items()}):
+        return _images(found), entry
     found = _named(folder, source, given, _READERS)
     columns = [getattr(split, "features", {}) for split in found.values()]  # of tables
     codes = [*source.label, source.domain or "domain", *filter(None, [source.group])]
@@ -115,38 +108,44 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     if texts := [code for code, kind in kinds.items() if kind == {"string", "int64"}]:
         # The texts of one split happen to be numbers.
         found = _named(folder, source, given, {**_READERS, ".csv": functools.partial(_csv, texts=texts)})
-    return _tables(found, "image", "label"), entry
+    return _images(found), entry
 
 
 def open_new(source: Source, path: Path) -> Table:
     """All rows of a table, or all images of a folder, which are labelled if their folder has the name of a class."""
     check_rights(path)
-    if path.is_dir():
-        files = _pictures(path)
-        if not files:
-            raise DataError(f"{str(path)!r} contains no images ({', '.join(sorted(PICTURES))})")
-        names = [Path(file).relative_to(path).parent.name for file in files]
-        image, label = (*source.inputs, "image")[0], source.label[0]
-        columns = {image: files, label: [name if name in source.class_names else None for name in names]}
-        kinds = {image: datasets.Image(), label: datasets.Value("string")}
-        return table_of(source.name, datasets.Dataset.from_dict(columns, datasets.Features(kinds)))
+    if not path.is_dir():
+        return _placed(path, _file(path), source)
+    files = _pictures(path)
+    if not files:
+        raise DataError(f"{str(path)!r} contains no images ({', '.join(sorted(PICTURES))})")
+    image, label = (*source.inputs, "image")[0], source.label[0]
+    names = [Path(file).parent.name for file in files]
+    labels = [name if name in source.class_names else None for name in names]
+    kinds = {image: datasets.Image(), label: datasets.Value("string")}
+    columns = {image: [str(path / file) for file in files], label: labels}
+    return table_of(source.name, datasets.Dataset.from_dict(columns, datasets.Features(kinds)))
+
+
+def _file(path: Path) -> Rows:
     if path.suffix not in _READERS:
-        raise DataError(f"{str(path)!r}: expected a file that ends in {', '.join(_READERS)}, or a folder of images")
-    return _placed(path, _READERS[path.suffix](path.parent, [path]), source)
+        raise DataError(
+            f"data.name={str(path)!r}: expected a file that ends in {', '.join(_READERS)}, or a folder of these or "
+            "of images"
+        )
+    return _READERS[path.suffix](path.parent, [path])
 
 
 def _named(folder: Path, source: Source, given: Tree, readers: Readers) -> Splits:
     """The splits by the beginnings of their files' names."""
+    # Several sets have no public test labels; papers test on their validation split.
+    usual = {"train": ("train", "") if source.held_out else ("train",), "test": ("test", "val")}
     found: Splits = {}
-    usual = {
-        "train": ("train", "") if source.held_out else ("train",),
-        # Several sets have no public test labels; papers test on their validation split.
-        "test": ("test", "val"),
-    }
     for part, name in given.items():
         names = (name,) if name else usual[part]
-        there = (split for name in names if (split := _split(folder, name, readers)) is not None)
-        if (split := next(there, None)) is None:
+        there = (_split(folder, name, readers) for name in names)
+        found[part] = next((split for split in there if split is not None), None)
+        if found[part] is None:
             present = sorted(file.name for file in folder.iterdir())[:8]
             raise DataError(
                 f"data.name={str(folder)!r}: no {names[0]}*.parquet (or .csv, .npz) for data.{part}={names[0]!r}; "
@@ -154,12 +153,11 @@ def _named(folder: Path, source: Source, given: Tree, readers: Readers) -> Split
                 + ("; without test files, set data.test: 0.2 to hold out a share" if part == "test" else ""),
                 f". The folder contains {', '.join(present) or 'nothing'}",
             )
-        found[part] = split
     return found
 
 
 def _split(folder: Path, name: str, readers: Readers) -> Rows:
-    """A split of `datasets`, or rows of files and their classes; None if the folder has none of this name.
+    """A split of `datasets`, a mapping of arrays, or image files; None if the folder has none of this name.
 
     It has all files and folders whose names begin with `name`; without a name, everything in the folder.
     """
@@ -178,31 +176,29 @@ def _split(folder: Path, name: str, readers: Readers) -> Rows:
         return readers[kinds[0]](folder, tables[kinds[0]])
     if not name:
         return _whole(folder)
-    if pictures := sorted(path for path in folder.glob(f"{name}*") if path.is_dir()):
-        if rows := [row for path in pictures for row in _of_classes(path)]:
-            return rows
+    there = sorted(path for path in folder.glob(f"{name}*/"))
+    rows = [row for path in there for row in _matching(path, _pictures(path), _CLASS)]
+    if there and not rows:
         raise DataError(
             f"data.name={str(folder)!r}: the folder of {name!r} contains no images in folders of classes; expected a "
             "folder for each class",
-            f", {pictures[0].name}/CLASS/*.png",
+            f", {there[0].name}/CLASS/*.png",
         )
-    return None
+    return rows or None
 
 
-def _whole(folder: Path) -> Rows:
-    """The images of CLASS/*.jpg or DOMAIN/CLASS/*.jpg, a share of which is held out; None if there are none."""
-    rows = [(file, *Path(file).relative_to(folder).parts[-2::-1]) for file in _pictures(folder)]
-    places = {row[1:] for row in rows}  # CLASS, and DOMAIN if there is one
-    # Domains that share no class are probably classes, with a folder for each patient.
-    is_apart = len({place[1:] for place in places}) > 1 and len({place[:1] for place in places}) == len(places)
-    if is_apart or {len(place) for place in places} not in (set(), {1}, {2}):
-        raise DataError(
-            f"data.name={str(folder)!r} has no split 'train', and its images are not all in CLASS/*.png, or "
-            "DOMAIN/CLASS/*.png with classes that several domains have; expected one of these, or train/CLASS, which "
-            "may have folders in it",
-            f". Images are in {', '.join(sorted('/'.join(place[::-1]) or '.' for place in places)[:8])}",
+def _placed(path: Path, split: Rows, source: Source) -> Table:
+    """The table, in which paths of image files that are relative to its folder are valid wherever the process runs."""
+    column, base = source.inputs[0] if len(source.inputs) == 1 else "", path if path.is_dir() else path.parent
+    if not isinstance(split, Mapping) and str(getattr(split.features.get(column), "dtype", "")).endswith("string"):
+        split = split.map(
+            lambda texts: {
+                column: [os.path.join(base, t) if str(t).lower().endswith(tuple(PICTURES)) else t for t in texts]
+            },
+            batched=True,
+            input_columns=column,
         )
-    return _tables({"train": rows}, *("image", "label", "domain")[: len(rows[0])])["train"] if rows else None
+    return table_of(source.name, split, source.inputs)
 
 
 def _load(folder: Path, files: Sequence[Path]) -> Rows:
@@ -287,27 +283,26 @@ def _root(error: BaseException) -> str:
 # --- image files -------------------------------------------------------------
 
 
-def _tables(splits: Tree, *columns: str) -> Splits:
-    """Splits of `datasets`: rows of image files become tables with these columns, whose classes are numbered alike."""
-    rows = {part: split for part, split in splits.items() if isinstance(split, list)}
-    classes = sorted({row[1] for some in rows.values() for row in some})  # where the second column is the label
+def _images(splits: Splits) -> Splits:
+    """Lists of image files become splits of `datasets`, whose classes are numbered alike; tables stay as they are."""
+    lists = {part: rows for part, rows in splits.items() if isinstance(rows, list)}
+    classes = sorted({row["label"] for rows in lists.values() for row in rows if "label" in row})
     kinds = {"image": datasets.Image(), "mask": datasets.Image(), "label": datasets.ClassLabel(names=classes)}
-    features = datasets.Features({column: kinds.get(column, datasets.Value("string")) for column in columns})
-    tables = {}
-    for part, some in rows.items():
-        values = {column: [row[i] for row in some] for i, column in enumerate(columns)}
-        tables[part] = datasets.Dataset.from_dict(values, features)
-    return {**splits, **tables}
+    first = next((rows[0] for rows in lists.values() if rows), {})
+    columns = {column: kinds.get(column, datasets.Value("string")) for column in first}
+    made = {part: datasets.Dataset.from_list(rows, datasets.Features(columns)) for part, rows in lists.items()}
+    return {**splits, **made}
 
 
-def _pictures(folder: str | Path) -> list[str]:
-    """The image files in a folder and its subfolders, sorted."""
-    return sorted(
-        os.path.join(where, file)
+def _pictures(folder: Path) -> list[str]:
+    """The paths of the image files below a folder, sorted."""
+    found = [
+        f"{os.path.relpath(where, folder)}/{file}".removeprefix("./")
         for where, _, files in os.walk(folder, followlinks=True, onerror=_no_right)
         for file in files
         if os.path.splitext(file)[1].lower() in PICTURES
-    )
+    ]
+    return sorted(found, key=lambda path: path.split("/"))
 
 
 def _no_right(error: OSError) -> None:
@@ -320,88 +315,84 @@ def _no_right(error: OSError) -> None:
         )
 
 
-def _of_classes(folder: Path) -> list[Row]:
-    """The files of CLASS/*.jpg, and the class of each."""
-    return [(file, name) for name in _subfolders(folder) for file in _pictures(folder / name)]
+def _matching(folder: Path, files: Sequence[str], pattern: str) -> list[Row]:
+    """The files whose paths have this form, with the values of its groups."""
+    found = [(file, re.fullmatch(pattern, file)) for file in files]
+    return [{"image": os.path.join(folder, file), **match.groupdict()} for file, match in found if match]
 
 
-def _subfolders(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+def _whole(folder: Path) -> list[Row] | None:
+    """The images of CLASS/*.jpg or DOMAIN/CLASS/*.jpg, a share of which is held out; None if there are none."""
+    files = _pictures(folder)
+    for pattern in (r"(?P<label>[^/]+)/[^/]+", r"(?P<domain>[^/]+)/(?P<label>[^/]+)/[^/]+"):
+        rows = _matching(folder, files, pattern)
+        domains, labels = {row.get("domain") for row in rows}, {row["label"] for row in rows}
+        places = {os.path.dirname(file) for file in files}
+        # Domains that share no class are probably classes, with a folder for each patient.
+        if len(rows) == len(files) and not len(domains) > 1 < len(labels) == len(places):
+            return rows or None
+    raise DataError(
+        f"data.name={str(folder)!r} has no split 'train', and its images are not all in CLASS/*.png, or "
+        "DOMAIN/CLASS/*.png with classes that several domains have; expected one of these, or train/CLASS, which "
+        "may have folders in it",
+        f". Images are in {', '.join(sorted(place or '.' for place in places)[:8])}",
+    )
 
 
-def _domains(folder: Path, entry: Entry | None) -> list[str]:
-    """The domains with a subfolder here, known from lists or from the catalogue; empty for other layouts."""
+def _of_domains(folder: Path, entry: Entry | None, names: Mapping[str, str]) -> dict[str, list[Row]]:
+    """DOMAIN/CLASS/*.jpg, split by lists `DOMAIN_train.txt` of lines `path number`, or every fifth for testing.
+
+    The domains have lists, or are in the catalogue; other layouts have none.
+    """
     lists = {file.name.removesuffix("_train.txt") for file in folder.glob("*_train.txt")}
-    there = [name for name in _subfolders(folder) if entry is None or name in {*entry.domains, *lists}]
+    there = sorted(path.name for path in folder.glob("[!.]*/"))
+    there = [name for name in there if entry is None or name in {*entry.domains, *lists}]
     listed = [name for name in there if name in lists]
-    if listed and (unlisted := [name for name in there if name not in lists and _of_classes(folder / name)]):
+    images = {name: _pictures(folder / name) for name in there if name not in lists and (entry or listed)}
+    if listed and any(images.values()):
         raise DataError(
             f"data.name={str(folder)!r}: some domains have lists DOMAIN_train.txt and DOMAIN_test.txt, others have "
             "none; expected them for all, or for none",
-            f": {', '.join(unlisted)} have none",
+            f": {', '.join(name for name, files in images.items() if files)} have none",
         )
-    return listed or (there if entry else [])
+    found: dict[str, list[Row]] = {part: [] for part in names}
+    for domain, (part, name) in itertools.product(listed, names.items()):
+        file = folder / f"{domain}_{name}.txt"
+        lines = _read(folder, repr(str(file)), file.read_text, encoding="utf-8").strip().splitlines()
+        for number, line in enumerate(lines, start=1):
+            rows = _matching(folder, [line.strip().rpartition(" ")[0]], r"(.*/)?(?P<label>[^/]+)/[^/]+")
+            if not rows or not line.strip().rpartition(" ")[2].isdecimal():
+                raise DataError(
+                    f"data.name={str(folder)!r}: cannot read its files",
+                    f": {str(file)!r}: line {number}, {line!r}, is not of the form DOMAIN/CLASS/FILE NUMBER",
+                )
+            found[part] += [{**row, "domain": domain} for row in rows]
+    for domain, files in images.items():
+        classes = itertools.groupby(_matching(folder / domain, files, _CLASS), lambda row: row["label"])
+        for number, row in itertools.chain.from_iterable(enumerate(rows) for _, rows in classes):
+            is_test = "test" in names and number % _EACH == _EACH - 1
+            found["test" if is_test else "train"].append({**row, "domain": domain})
+    keep = entry.keep if entry else ()
+    kept = {part: [row for row in rows if not keep or row["label"] in keep] for part, rows in found.items()}
+    return kept if any(kept.values()) else {}
 
 
-def _of_domains(folder: Path, domains: Sequence[str], keep: Sequence[str], names: Mapping[str, str]) -> Splits:
-    """DOMAIN/CLASS/*.jpg, split by lists `DOMAIN_train.txt` of lines `path number`, or every fifth for testing."""
-    rows: dict[str, list[Row]] = {part: [] for part in names}
-    for domain in domains:
-        lists = {part: folder / f"{domain}_{name}.txt" for part, name in names.items()}
-        if any(file.is_file() for file in lists.values()):
-            for part, file in lists.items():
-                listed = _read(folder, repr(str(file)), list, _listed(folder, file))
-                rows[part] += [(path, label, domain) for path, label in listed]
-            continue
-        for label, files in itertools.groupby(_of_classes(folder / domain), lambda row: row[1]):
-            for number, (path, _) in enumerate(files):
-                is_test = "test" in names and number % _EACH == _EACH - 1
-                rows["test" if is_test else "train"].append((path, label, domain))
-    rows = {part: [row for row in some if not keep or row[1] in keep] for part, some in rows.items()}
-    return _tables(rows, "image", "label", "domain")
-
-
-def _listed(folder: Path, file: Path) -> Iterator[Row]:
-    """Path and class of each line; the class is the folder's name."""
-    for count, line in enumerate(file.read_text(encoding="utf-8").strip().splitlines(), start=1):
-        path, _, number = line.strip().rpartition(" ")
-        label = Path(path).parent.name
-        if not label or not number.isdecimal():
-            raise DataError(f"line {count}, {line!r}, is not of the form DOMAIN/CLASS/FILE NUMBER")
-        yield str(folder / path), label
-
-
-def _placed(path: Path, split: Rows, source: Source) -> Table:
-    """The table, in which paths of image files that are relative to its folder are valid wherever the process runs."""
-    column, base = source.inputs[0] if len(source.inputs) == 1 else "", path if path.is_dir() else path.parent
-    if not isinstance(split, Mapping) and str(getattr(split.features.get(column), "dtype", "")).endswith("string"):
-        split = split.map(
-            lambda texts: {
-                column: [os.path.join(base, t) if str(t).lower().endswith(tuple(PICTURES)) else t for t in texts]
-            },
-            batched=True,
-            input_columns=column,
-        )
-    return table_of(source.name, split, source.inputs)
-
-
-def _cityscapes(folder: Path, split: str) -> list[Row]:
+def _cityscapes(folder: Path, part: str, name: str | None) -> list[Row]:
     """Images and their masks of label ids, by city."""
-    rows: list[Row] = []
-    for path in sorted((folder / "leftImg8bit" / split).glob("*/*_leftImg8bit.png")):
-        name = path.name.replace("_leftImg8bit.png", "_gtFine_labelIds.png")
-        mask = folder / "gtFine" / split / path.parent.name / name
-        if not mask.is_file():
-            raise DataError(
-                f"data.name={str(folder)!r}: an image has no mask",
-                f": {path.name}; there is no {mask.relative_to(folder)}",
-            )
-        rows.append((str(path), str(mask), path.parent.name))
+    split = name or {"test": "val"}.get(part, part)
+    images = folder / "leftImg8bit" / split
+    rows = _matching(images, _pictures(images), r"(?P<mask>(?P<city>[^/]+)/.+)_leftImg8bit\.png")
     if not rows:
-        present = ", ".join(_subfolders(folder / "leftImg8bit")) or "nothing"
+        present = ", ".join(sorted(path.name for path in images.parent.glob("[!.]*/"))) or "nothing"
         raise DataError(
             f"data.name={str(folder)!r}: no leftImg8bit/{split}/CITY/NAME_leftImg8bit.png",
             f"; leftImg8bit/ contains {present}",
         )
+    for row in rows:
+        row["mask"] = str(folder / "gtFine" / split / f"{row['mask']}_gtFine_labelIds.png")
+        if not os.path.isfile(row["mask"]):
+            raise DataError(
+                f"data.name={str(folder)!r}: an image has no mask",
+                f": {os.path.basename(str(row['image']))}; there is no {os.path.relpath(row['mask'], folder)}",
+            )
     return rows

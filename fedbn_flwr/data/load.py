@@ -11,9 +11,7 @@ memory:
 
 from __future__ import annotations
 
-import base64
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,14 +30,14 @@ from .source import PARTS, Source
 from .table import table_of
 
 KEY = "data.name"
-COUNTS = {"train": 1_000, "test": 200}  # images, if their numbers are not given
 
 
 def load(source: Source) -> DataSet:
     """The data set that `source` describes, checked against what it says of classes and channels."""
-    dataset = random_images(source) if source.random else _read(source)
-    name, names = source.name, dataset.class_names
-    if not source.random and source.class_names not in ((), names):
+    entry, name = CATALOGUE.get(source.name), source.name
+    with needs("data", f"{KEY}={name!r}"):
+        dataset = random_images(source, entry) if source.random else _read(source, entry)
+    if not source.random and source.class_names not in ((), names := dataset.class_names):
         raise SettingsError(f"data.class_names is {list(source.class_names)}, but {name!r} has {list(names)}")
     if dataset.is_image and source.pixels not in (None, dataset.size):
         raise SettingsError(
@@ -52,23 +50,23 @@ def load(source: Source) -> DataSet:
     return dataset
 
 
-def _read(source: Source) -> DataSet:
-    is_own = named.is_name(source.name)
-    if source.name not in EMBEDDED and not is_own:
-        entry = CATALOGUE.get(source.name)
-        folder = local(source, entry)
-        with needs("data", f"{KEY}={source.name!r}"):
-            from .folders import open_splits
-        return read(source, *open_splits(source, folder, entry))
-    if source.revision is not None:
+def _read(source: Source, entry: Entry | None) -> DataSet:
+    is_own, is_embedded = named.is_name(source.name), entry is not None and entry.embedded
+    folder = None if is_own or is_embedded else local(source, entry)
+    if source.revision is not None and (is_own or is_embedded or folder):
         raise DataError(
-            f"data.revision is {source.revision!r}, which is for data sets of the hub, not for {source.name!r}"
+            f"data.revision is {source.revision!r}, which is for data sets of the hub, but "
+            f"{str(folder or source.name)!r} is read"
         )
-    if not is_own and named.path_of(source.name).exists():
+    if not (is_own or is_embedded):
+        from .folders import open_splits  # needs packages of the extra `data`
+
+        return read(source, *open_splits(source, folder, entry))
+    if is_embedded and named.path_of(source.name).exists():
         words = "is the data set of this package; for the file or folder of this name write"
         log_once(f"{KEY}={source.name} {words} ./{source.name}")
     parts = PARTS[:1] if source.held_out else PARTS
-    given = _returned(source, parts) if is_own else EMBEDDED[source.name]()
+    given = _returned(source, parts) if is_own else embedded(source.name)
     if isinstance(given["train"], Mapping):
         for key in ("train", "test", "fit"):
             if (value := getattr(source, key)) not in (None, "stretch") and not (key == "test" and source.held_out):
@@ -76,9 +74,8 @@ def _read(source: Source) -> DataSet:
                     f"data.{key} is {value!r}, which is for files, but the examples of {source.name!r} are arrays in "
                     "memory; leave it out"
                 )
-    with needs("data", f"{KEY}={source.name!r}"):
-        tables = {part: table_of(source.name, given[part], source.inputs) for part in parts}
-        return read(source, tables, known=given.get("classes") or ())
+    tables = {part: table_of(source.name, given[part], source.inputs) for part in parts}
+    return read(source, tables, known=given.get("classes") or ())
 
 
 def _returned(source: Source, parts: Sequence[str]) -> Tree:
@@ -118,67 +115,22 @@ def _columns(where: str, split: Any) -> Tree:
     return dict(zip(_USUAL, map(list, zip(*rows, strict=True)), strict=False))
 
 
-def digits() -> Tree:
-    """1,797 handwritten digits of 8 by 8 pixels, in digits.json with their source; every fifth is a test image."""
-    file = _file("digits.json")
-    rows = np.frombuffer(zlib.decompress(base64.b64decode(file["data"])), np.uint8).reshape(-1, 65)
-    pixels = np.rint(rows[:, :-1] * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
-    is_test = np.arange(len(rows)) % 5 == 4
-    parts = {
-        part: {"inputs": pixels[chosen], "labels": rows[chosen, -1]}
-        for part, chosen in zip(PARTS, (~is_test, is_test), strict=True)
-    }
-    return {**parts, "classes": range(10)}
-
-
-_CODES = {"cp": (2, 3, 4), "restecg": (1, 2)}  # kinds of chest pain and of electrocardiogram, without the first one
-
-
-def heart() -> Tree:
-    """740 patients of four hospitals, in heart.json with their source.
-
-    Columns, rows and test rows are the same as in FLamby (Ogier du Terrail et al. 2022): eight numbers, and 0 or 1 for
-    each kind of `_CODES`.
-    """
-    file = _file("heart.json")
-    table = dict(zip(file["columns"], zip(*file["rows"], strict=True), strict=True))
-    hospitals, labels = np.array(table.pop("hospital")), np.array(table.pop("num")) > 0
-    is_test = np.array(table.pop("split")) == "test"
-    coded = {column: np.array(table.pop(column)) for column in _CODES}
-    codes = [coded[column] == kind for column, kinds in _CODES.items() for kind in kinds]
-    values = np.stack([*map(np.array, table.values()), *codes], axis=1).astype(np.float32)
-    every: dict[str, np.ndarray] = {
-        "inputs": values,
-        "labels": labels.astype(np.int64),
-        "domains": hospitals,
-        "groups": hospitals,
-    }
-    parts = {
-        part: {key: column[of] for key, column in every.items()}
-        for part, of in zip(PARTS, (~is_test, is_test), strict=True)
-    }
-    return {**parts, "classes": ("healthy", "ill")}
-
-
-def _file(name: str) -> Tree:
-    found: dict[str, object] = json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+def embedded(name: str) -> Tree:
+    """A data set of this package, whose file has its source and licence too."""
+    found: Tree = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
     return found
 
 
-EMBEDDED = {"digits": digits, "heart": heart}
-
-
-def random_images(source: Source) -> DataSet:
+def random_images(source: Source, entry: Entry | None) -> DataSet:
     """Images of uniform noise, to try an experiment without its data; accuracies on them mean nothing.
 
     They have the classes, channels, size and domains of a data set. Classes and domains have equal numbers of images,
     up to one. Segmentation data have random masks.
     """
-    name, entry = source.name, CATALOGUE.get(source.name)
+    name = source.name
     if entry is None and source.classes and source.channels:
-        entry = Entry(name, source.classes, source.channels, size=None, domains=tuple(source.domains))
-    size = source.pixels or (entry.pixels if entry else None)
-    if entry is None or size is None:
+        entry = Entry(name, source.classes, source.channels, size=None, domains=source.domains)
+    if entry is None or (size := source.pixels or entry.pixels) is None:
         raise DataError(
             f"data.random is true, but the form of {name!r} is not known; give data.classes, data.channels and "
             "data.size"
@@ -186,21 +138,15 @@ def random_images(source: Source) -> DataSet:
     if wrong := [domain for domain in source.domains if domain not in entry.domains]:
         known = ", ".join(entry.domains) or "none"
         raise DataError(f"data.domains has {wrong[0]!r}; the domains of {name!r} are {known}")
-    domains = tuple(source.domains) or entry.domains
-    counts = {"train": source.examples or COUNTS["train"], "test": source.test_examples or COUNTS["test"]}
-    made: dict[str, object] = {}
-    for part, count in counts.items():
+    domains = source.domains or entry.domains
+    tables = {}
+    for part, count in (("train", source.examples or 1_000), ("test", source.test_examples or 200)):
         # Not torch's generator, which takes twice as long.
         draw = np.random.default_rng(seeding.seed_for(0, f"random images, {part}"))
-        pixels = draw.integers(0, 256, (count, entry.channels, *size), dtype=np.uint8)
-        rows = np.arange(count)
-        labels = (
-            rows // max(1, len(domains)) % entry.classes
-            if entry.crop is None
-            else draw.integers(0, entry.classes, (count, *size), dtype=np.uint8)
-        )
-        of_domains = np.array(domains)[rows % len(domains)] if domains else None
-        made[part] = {"inputs": pixels, "labels": labels} | ({} if of_domains is None else {"domains": of_domains})
+        pixels, rows = draw.integers(0, 256, (count, entry.channels, *size), dtype=np.uint8), np.arange(count)
+        labels = rows // max(1, len(domains)) % entry.classes
+        masks = entry.crop and draw.integers(0, entry.classes, (count, *size), dtype=np.uint8)
+        split = {"inputs": pixels, "labels": labels if masks is None else masks}
+        tables[part] = table_of(name, split | ({"domains": np.array(domains)[rows % len(domains)]} if domains else {}))
     classes = entry.names or entry.keep or range(entry.classes)
-    tables = {part: table_of(name, split) for part, split in made.items()}
     return read(Source(name=name, domains=domains, memory=source.memory), tables, known=classes)

@@ -292,18 +292,27 @@ def _own(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> Clien
     Its random draws are functions of `seed`: it is offered a generator and the seed, and Python's, NumPy's and torch's
     global generators are seeded. Rows may be left out, but no row may belong to two clients.
     """
-    drawn = seeding.seed_for(seed, "own partition")
+    drawn, owners = seeding.seed_for(seed, "own partition"), np.full(len(rows.labels), -1)
     first, second = (_called(name, rows, clients, drawn, options) for _ in range(2))
-    if any(not np.array_equal(one, two) for one, two in zip(first, second, strict=True)):
+    if not all(map(np.array_equal, first, second)):
         raise DataError(
             f"{KEY}={name!r} returned two different partitions for the same arguments, so processes would not agree on "
             "it; draw from the argument `generator`, which it gets if its signature names it"
         )
-    return first
+    for client, part in enumerate(first):
+        where = f"{KEY}={name!r}: client {client} has"
+        if part.ndim != 1 or (part.size and part.dtype.kind not in "iu"):
+            raise DataError(f"{where} {part.dtype} values of shape {list(part.shape)}; expected a list of row numbers")
+        if (outside := part[(part < 0) | (part >= len(owners))]).size:
+            raise DataError(f"{where} the row {outside[0]}; expected 0 to {len(owners) - 1}, the training examples")
+        for row in part.astype(np.int64):
+            if owners[row] >= 0:
+                raise DataError(f"{where} the row {row}, which client {owners[row]} has too; expected each row once")
+            owners[row] = client
+    return [np.flatnonzero(owners == client) for client in range(clients)]
 
 
 def _called(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> ClientRows:
-    """The partition as arrays of row numbers; DataError names the client whose rows are wrong."""
     offered = {
         "generator": np.random.default_rng(seed),
         "seed": seed % 2**32,
@@ -320,27 +329,7 @@ def _called(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> Cl
             f"{KEY}={name!r} returned a {type(found).__name__}{size}; expected a list of {clients} arrays of row "
             "numbers, one for each client"
         )
-    owners: dict[int, int] = {}
-    parts = []
-    for client, given in enumerate(found):
-        part = np.asarray(given)
-        where = f"{KEY}={name!r}: client {client}"
-        if part.ndim != 1 or (part.size and not np.issubdtype(part.dtype, np.integer)):
-            raise DataError(
-                f"{where} has {part.dtype} values of shape {list(part.shape)}; expected a list of row numbers"
-            )
-        for row in part.tolist():
-            if not 0 <= row < len(rows.labels):
-                raise DataError(
-                    f"{where} has the row {row}; expected 0 to {len(rows.labels) - 1}, the training examples"
-                )
-            if row in owners:
-                raise DataError(
-                    f"{where} has the row {row}, which client {owners[row]} has too; expected each row once"
-                )
-            owners[row] = client
-        parts.append(part.astype(np.int64))
-    return parts
+    return list(map(np.asarray, found))
 
 
 def hold_out(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:

@@ -18,32 +18,21 @@ from .source import Source
 
 def local(source: Source, entry: Entry | None) -> Path | None:
     """The file or folder of the data set on this machine, if it has one; DataError if it should have one."""
-    if (folder := _named(source, entry)) is not None:
-        check_rights(folder)
-        _check_exists(folder)
-    return folder
-
-
-def _named(source: Source, entry: Entry | None) -> Path | None:
     name, key = source.name, "data.root" if source.root else "FEDBN_DATA"
-    root = source.root or os.environ.get("FEDBN_DATA")
-    if name.startswith((".", "/", "~")):
-        return named.path_of(name)
-    if root:
-        base = named.path_of(root)
-        if (base / name).exists():
-            return base / name
-        if entry is not None or not base.is_dir():
+    root, folder = source.root or os.environ.get("FEDBN_DATA"), named.path_of(name)
+    if not name.startswith((".", "/", "~")):
+        if root and (base := named.path_of(root)) and (base / name).exists():
+            folder = base / name
+        elif root and (entry is not None or not base.is_dir()):
             present = sorted(folder.name for folder in base.glob("[!.]*/"))[:12]
             hub = f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry and entry.hub else ""
             raise DataError(
                 f"{key} has no folder {name!r}; put a copy of the data there, as {name}/{hub}",
                 f". {key}={root!r} contains {', '.join(present) or 'none'}",
             )
-    return named.path_of(name) if entry is None and named.path_of(name).exists() else None
-
-
-def _check_exists(folder: Path) -> None:
+        elif entry is not None or not folder.exists():
+            return None
+    check_rights(folder)
     if not folder.exists():
         where = folder.absolute().parent
         present = sorted(path.name for path in where.glob("[!.]*"))[:12]
@@ -54,6 +43,7 @@ def _check_exists(folder: Path) -> None:
             f". {str(where)!r} "
             + (f"contains {', '.join(present) or 'nothing'}" if where.is_dir() else "is no folder"),
         )
+    return folder
 
 
 def check_rights(name: Path, *below: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,20 +88,16 @@ def _commit(split: Any) -> str | None:
 
 def _of_array(where: str, given: Any) -> Column:
     read = functools.partial(as_rows, where, given)
-    try:
-        is_single = not isinstance(given, Mapping) and len(given) > 0 and as_rows(where, given[:1]).ndim == 1
-    except (TypeError, DataError):  # no rows; an error if the column is used
-        is_single = False
-    if not is_single:
-        return Column("array", read)
-    rows = read()
-    if rows.dtype == object:
-        present = np.array([value for value in rows.tolist() if value is not None and value == value])
-        kind = present.dtype
-        rows = rows if kind.kind in "OSU" else rows.astype(np.float64)  # None becomes NaN
-    else:
-        kind = rows.dtype
-    return Column("string" if kind.kind in "OSU" else kind.name, lambda: rows)
+    with suppress(TypeError, DataError):  # no rows; an error if the column is used
+        if not isinstance(given, Mapping) and len(given) > 0 and as_rows(where, given[:1]).ndim == 1:
+            rows = read()
+            present = rows
+            if rows.dtype == object:
+                present = np.array([value for value in rows.tolist() if value is not None and value == value])
+                rows = rows if present.dtype.kind in "OSU" else rows.astype(np.float64)  # None becomes NaN
+            kind = "string" if present.dtype.kind in "OSU" else present.dtype.name
+            return Column(kind, lambda: rows)
+    return Column("array", read)
 
 
 def as_rows(where: str, given: Any) -> np.ndarray:

@@ -116,8 +116,7 @@ def check_texts(source: Source, column: str, rows: np.ndarray) -> None:
 def _several(where: str, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     """Give the normalised array a dimension of features, and make the mask bool: numbers would select rows."""
     key, mask = main_key(arrays), arrays.get(MASK)
-    values = arrays[key]
-    values = values[:, None] if values.ndim == 1 else values
+    values = arrays[key].reshape(len(arrays[key]), -1) if arrays[key].ndim == 1 else arrays[key]
     if mask is None:
         return {**arrays, key: values}
     expected = [len(values), values.shape[-1]]
@@ -130,34 +129,24 @@ def _several(where: str, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _array(where: str, key: str, rows: np.ndarray) -> Tensor:
-    is_image = rows.ndim == 4 or (rows.ndim == 3 and rows.dtype.kind != "f")
-    return _images(where, rows) if is_image and key != MASK else _number(where, rows)
-
-
-def _number(where: str, rows: np.ndarray) -> Tensor:
-    """float32, int64, or as they are: truth values and bytes of more than two dimensions."""
+    """float32, int64, or uint8 where whole numbers are pixels; truth values and bytes of a volume as they are."""
     if rows.dtype == object:
         with suppress(TypeError, ValueError):
             rows = rows.astype(np.float32)  # None becomes NaN
+    is_image = key != MASK and (rows.ndim == 4 or (rows.ndim == 3 and rows.dtype.kind != "f"))
+    is_byte = rows.dtype.kind in "iu" and (not rows.size or 0 <= rows.min() <= rows.max() <= 255)
+    if is_image and not (is_byte or rows.dtype.kind == "f"):
+        raise DataError(
+            f"{where} has {rows.dtype} pixels; expected whole numbers from 0 to 255, or floating-point numbers"
+        )
     if rows.dtype.kind not in "biuf":
         raise DataError(f"{where} has inputs of type {rows.dtype}; expected numbers")
-    if rows.dtype == bool or (rows.dtype == np.uint8 and rows.ndim > 2):
-        return torch.from_numpy(np.array(rows))
-    return torch.from_numpy(np.array(rows, np.int64 if rows.dtype.kind in "iu" else np.float32))
-
-
-def _images(where: str, array: np.ndarray) -> Tensor:
-    """uint8 or float32 [N, C, H, W], of images whose channels may come last or be missing."""
-    is_byte = array.dtype.kind in "iu" and (not array.size or 0 <= array.min() <= array.max() <= 255)
-    if not is_byte and array.dtype.kind != "f":
-        raise DataError(
-            f"{where} has {array.dtype} pixels; expected whole numbers from 0 to 255, or floating-point numbers"
-        )
-    if array.ndim == 3:
-        array = array[:, None]
-    if array.shape[1] > 4 >= array.shape[-1]:
-        array = np.moveaxis(array, -1, 1)
-    return torch.from_numpy(np.array(array, np.uint8 if is_byte else np.float32, order="C"))
+    if is_image:  # [N, C, H, W]; the channels may come last or be missing
+        rows = rows[:, None] if rows.ndim == 3 else rows
+        rows = np.moveaxis(rows, -1, 1) if rows.shape[1] > 4 >= rows.shape[-1] else rows
+    if not (rows.dtype == bool or (rows.dtype == np.uint8 and rows.ndim > 2)):
+        rows = rows.astype(np.uint8 if is_image and is_byte else np.int64 if rows.dtype.kind in "iu" else np.float32)
+    return torch.from_numpy(np.array(rows, order="C"))
 
 
 def _check(source: Source, part: str, inputs: Value, names: Names) -> None:
@@ -185,13 +174,15 @@ def _check(source: Source, part: str, inputs: Value, names: Names) -> None:
         if values.dtype is torch.int64 and values.numel() and (source.tokens or values is main):
             smallest, largest = int(values.min()), int(values.max())
             if smallest < 0 or largest >= (source.tokens or math.inf):
-                limit = (
-                    f"0 to {source.tokens - 1} (data.tokens is {source.tokens})"
-                    if source.tokens
-                    else ("0, 1, 2 and so on; give whole numbers that are not tokens as floats")
-                )
                 raise DataError(
-                    f"{source.name!r}: {part} has tokens other than {limit}", f": from {smallest} to {largest}"
+                    f"{source.name!r}: {part} has tokens other than "
+                    + (
+                        f"0 to {source.tokens - 1} (data.tokens is {source.tokens})"
+                        if source.tokens
+                        else "0, 1, 2, ..."
+                    )
+                    + ("" if source.tokens else "; give whole numbers that are not tokens as floats"),
+                    f": from {smallest} to {largest}",
                 )
 
 
@@ -265,25 +256,20 @@ def _labels(where: str, name: str, column: Column) -> tuple[np.ndarray, np.ndarr
 
 def _whole(column: Column, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The values, and which are missing. Whole numbers of a column with gaps, which are floats, become whole again."""
-    absent = np.zeros(len(rows), bool)
-    if rows.dtype.kind == "f":
-        absent = np.isnan(rows).reshape(len(rows), -1).any(1)
-    elif rows.dtype.kind == "O":
-        absent = np.array([row is None or row != row for row in rows])
+    gaps = (rows != rows) | (rows == np.array(None)) if rows.dtype == object else rows != rows
+    absent = np.asarray(gaps, bool).reshape(len(rows), -1).any(1)
     if rows.dtype.kind == "f" and column.kind.startswith(("int", "uint", "bool")):
         rows = np.where(absent, 0, rows).astype(column.kind)
     return rows, absent
 
 
 def _task(source: Source, parts: BySplit) -> Task:
-    if source.task is not None:
-        return TASKS[source.task]
     rows = next(iter(parts.values()))
-    if rows.dtype.kind == "f":
-        return REGRESSION
+    if source.task is not None or rows.dtype.kind == "f":
+        return TASKS[source.task] if source.task else REGRESSION
     if rows.ndim == 1:
         return CLASSIFICATION
-    is_yes_no = rows.dtype.kind == "b" or all(np.isin(some, (0, 1)).all() for some in parts.values())
+    is_yes_no = all(np.isin(some, (0, 1)).all() for some in parts.values())
     return MULTILABEL if rows.ndim == 2 and is_yes_no else SEGMENTATION
 
 

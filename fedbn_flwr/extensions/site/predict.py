@@ -140,14 +140,14 @@ def _opened(
     kind, nothing = ("string", None) if source.class_names else ("float64", np.nan)
     absent = Column(kind, functools.partial(np.full, len(table), nothing))
     table = replace(table, columns=dict.fromkeys(source.label, absent) | dict(table.columns))
-    opened = open_examples(source.model_copy(update={"test": None}), {_PART: table})
-    gaps = counts(opened.data.train.inputs, torch.isnan, opened.data.input_names)
+    opened, _, decoded = open_examples(source.model_copy(update={"test": None}), {_PART: table})
+    gaps = counts(opened.train.inputs, torch.isnan, opened.input_names)
     if gaps and not source.missing:
         raise UserError(
             f"{str(path)!r}: of the {len(table)} rows of the file some have no value (NaN or null) in {gaps}; fill "
             "them in, or leave out these rows: the run was trained without data.missing"
         )
-    found = opened.decoded(opened.data)
+    found = decoded(opened)
     shape, wanted = list(found.shape), list(described["build"]["input_shape"])
     if shape != wanted and (len(shape) != len(wanted) or shape[0] != wanted[0] or len(shape) == 1):
         raise UserError(
