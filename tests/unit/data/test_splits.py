@@ -65,28 +65,6 @@ def test_another_seed_is_another_split(name: str) -> None:
 # --- shards ------------------------------------------------------------------
 
 
-def test_two_of_ten_shards_are_two_whole_classes() -> None:
-    """FixBN: five clients, each with 20 % of the classes, and no class with two clients."""
-    parts = partition(SORTED, 10, 5, 3, "shards", shards_per_client=2)
-    counts = torch.tensor([held(part) for part in parts])
-    assert ((counts == 0) | (counts == 40)).all()
-    assert (counts > 0).sum(1).tolist() == [2] * 5
-
-
-def test_fedbs_gives_each_of_100_clients_two_shards_of_300() -> None:
-    labels = torch.arange(10).repeat_interleave(6_000)[torch.randperm(60_000, generator=torch.Generator())]
-    parts = partition(labels, 10, 100, 0, "shards", shards_per_client=2)
-    assert [len(part) for part in parts] == [600] * 100
-    for part in parts:
-        # 300 divides 6,000: a shard is of one class.
-        assert sorted(n for n in held(part, labels) if n) in ([600], [300, 300])
-
-
-def test_a_remainder_makes_the_last_shard_smaller_and_is_not_lost() -> None:
-    parts = partition(SORTED[:397], 10, 4, 0, "shards", shards_per_client=2)  # eight shards of 50, the last of 47
-    assert sorted(len(part) for part in parts) == [97, 100, 100, 100]
-
-
 def test_fedbs_deals_1200_shards_of_50_so_that_each_client_has_1_to_30() -> None:
     labels = torch.arange(10).repeat_interleave(6_000)
     sizes = []
@@ -146,19 +124,6 @@ def test_iid_parts_are_of_equal_size_and_hold_all_classes() -> None:
     parts = partition(SORTED, 10, 5, 0, "iid")
     assert [len(part) for part in parts] == [80] * 5
     assert all(np.count_nonzero(held(part)) == 10 for part in parts)
-
-
-def test_small_alpha_gives_a_skewer_split_than_a_large_one() -> None:
-    def skew(alpha: float) -> float:
-        counts = torch.tensor([held(part) for part in partition(SORTED, 10, 4, 0, "dirichlet", alpha=alpha)]).double()
-        return float((counts / counts.sum(0)).std(0).mean())
-
-    assert skew(0.1) > 2 * skew(100.0)
-
-
-def test_dirichlet_gives_every_client_its_least() -> None:
-    parts = partition(SORTED, 10, 4, 0, "dirichlet", alpha=0.5, min_size=50)
-    assert min(len(part) for part in parts) >= 50
 
 
 # --- groups ------------------------------------------------------------------
