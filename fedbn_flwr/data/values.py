@@ -179,7 +179,7 @@ def _check(source: Source, part: str, inputs: Value, names: Names) -> None:
                     + (
                         f"0 to {source.tokens - 1} (data.tokens is {source.tokens})"
                         if source.tokens
-                        else "0, 1, 2, ..."
+                        else "0, 1, 2 and so on"
                     )
                     + ("" if source.tokens else "; give whole numbers that are not tokens as floats"),
                     f": from {smallest} to {largest}",
