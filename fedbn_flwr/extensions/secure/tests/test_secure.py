@@ -429,9 +429,9 @@ ZEROS = Attack("zeros", MASKED, arrays_as(zeros), UNKNOWN)
 def test_three_skipped_rounds_in_a_row_end_the_run_and_name_no_client(federation: Federations) -> None:
     strategy, *_ = attacked(federation, "FedAvg", (2,), dict.fromkeys((1, 2, 4, 5), ZEROS), 5)
     assert strategy.memory.skipped == [1, 2, 4, 5], "a good round between them"
-    says = "rounds 2, 3, 4 were skipped; the last one: .*the masks hide which client is at fault"
+    says = "rounds 3, 4, 5 were skipped; the last one: .*the masks hide which client is at fault"
     with pytest.raises(RunFailed, match=says) as error:
-        attacked(federation, "FedAvg", (2,), dict.fromkeys((2, 3, 4), ZEROS), 5)
+        attacked(federation, "FedAvg", (2,), dict.fromkeys((1, 3, 4, 5), ZEROS), 5)
     assert not named_in([str(error.value)])
 
 
