@@ -9,7 +9,6 @@ from fedbn_flwr.server.rule import Rule as Rule
 from fedbn_flwr.server.rule import evaluation_round as evaluation_round
 from fedbn_flwr.server.rule import restore as restore
 from fedbn_flwr.server.rule import state_of as state_of
-from fedbn_flwr.server.traits import Question as Question
 from fedbn_flwr.server.traits import Record as Record
 from fedbn_flwr.server.traits import Round as Round
 from fedbn_flwr.server.traits import Traits as Traits
@@ -18,13 +17,11 @@ from fedbn_flwr.server.wrapper import Wrapper as Wrapper
 from fedbn_flwr.server.wrapper import broken_guarantees as broken_guarantees
 
 # One line for each strategy: from these names an experiment can choose, and from those of extensions.
-from .fedap import FedAP as FedAP
 from .fedavg import FedAvg as FedAvg
 from .fedbn import FedBN as FedBN
 from .fedbs import FedBS as FedBS
 from .fednova import FedNova as FedNova
 from .fedprox import FedProx as FedProx
-from .fedrdn import FedRDN as FedRDN
 from .fedrep import FedRep as FedRep
 from .fedtan import FedAvgGlobalStats as FedAvgGlobalStats
 from .fedtan import FedTAN as FedTAN

@@ -105,14 +105,11 @@ class FedAvg(Base, FlowerFedAvg):
             local=frozenset({*self.kept, Role.COUNTER} if self.kept else ()),
             sent_back=global_kept == "average",
             client_memory=("their own arrays",) if self.kept else (),
-            own_models=type(self).sent_to is not FedAvg.sent_to,
         )
         self.traits = self._declared
         self.bounds = bounds if isinstance(bounds, InfluenceBounds | None) else part("bounds", "from_settings")(bounds)
         if self.bounds is not None:
             self.breaks = {**self.breaks, "mean": "compares the replies of single clients (bounds)"}
-        if self.traits.own_models:
-            self.breaks = {**self.breaks, "mean": "sends each client a model of its own"}
         refuse_bounds(str(self), self.traits, self.bounds)
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
@@ -152,31 +149,17 @@ class FedAvg(Base, FlowerFedAvg):
         """The arrays of the global model that clients receive: all except those that stay on the client."""
         return record_of(split(arrays, self.traits.local_keys(arrays))[1]) if self.traits.local else arrays
 
-    def sent_to(self, client: int, arrays: ArrayRecord) -> ArrayRecord:
-        """What one client receives, to train and to be evaluated; by default `arrays`, what `sent` returns.
-
-        A class that overrides this gives clients models of their own. A client is known by its partition or, if it
-        reports none, by its node.
-        """
-        return arrays
-
     def messages_to(
         self, nodes: Iterable[int], kind: str, round: Round, more: Config = MappingProxyType({})
     ) -> list[Message]:
-        """A message of this kind to each node: the model that it receives, and the config with `more` keys."""
+        """A message of this kind to each node: the global model, and the config with `more` keys."""
         if kept := self.traits.local:  # a client must not return counters that the server lacks
             lacking = {Role.COUNTER} - {*roles(round.arrays).values()}
             more = {protocol.KEPT: protocol.join(kept - lacking), **more}
         # A new record, since Flower passes the same object in every round.
         config = ConfigRecord({**round.config, **more, protocol.ROUND: round.number})
-        sent = self.sent(round.arrays)
-        content = RecordDict({self.arrayrecord_key: sent, self.configrecord_key: config})
-
-        def content_for(node: int) -> RecordDict:
-            own = self.sent_to(self.roster.client(node), sent)
-            return content if own is sent else RecordDict({**content, self.arrayrecord_key: own})
-
-        return [Message(content_for(node), node, kind) for node in nodes]
+        content = RecordDict({self.arrayrecord_key: self.sent(round.arrays), self.configrecord_key: config})
+        return [Message(content, node, kind) for node in nodes]
 
     def _choose(self, round: Round, fraction: float, least: int, purpose: str) -> list[int]:
         """The nodes of this round; the choice depends only on the seed, the round and the partitions."""
@@ -185,7 +168,7 @@ class FedAvg(Base, FlowerFedAvg):
         roster = self.roster
         nodes = self.connected(round.grid, least)
         count = _share(len(nodes), fraction, least)
-        if count < len(nodes) or self.traits.own_models or roster.absent(nodes):
+        if count < len(nodes) or roster.absent(nodes):
             self.ask_for_partitions(round, nodes)
         for name in roster.absent(nodes):
             LOG.warning("round %d, %s: without %s, which is not connected", round.number, purpose, name)

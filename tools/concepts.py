@@ -28,14 +28,14 @@ ROOT = Path(__file__).parents[1]
 FAMILIES = (
     ("FedAvg",),  # to compare with
     ("FixBN", "FedTAN", "FedTANII", "FedAvgGlobalStats", "HBN", "FedWon", "HeteroBN"),  # one model for all
-    ("FedBN", "SiloBN", "FedAP", "FedRep", "Standalone"),  # a model for each client
+    ("FedBN", "SiloBN", "FedRep", "Standalone"),  # a model for each client
     ("FedProx", "FedNova", "Scaffold", "GlobalMomentum", "FedBS"),  # drift and weights
-    ("FedRDN", "MeanStatistics", "Secure", "Private"),  # around others
+    ("MeanStatistics", "Secure", "Private"),  # around others
 )
 WORDS = {Role.WEIGHTS: "weights", Role.AFFINE: "gamma, beta", Role.STATISTICS: "statistics", LAST: "the last layer"}
 STEPS = {"linear": "SGD without clipping", "momentum": "SGD with momentum", "sgd": "SGD"}
 STORED = {"own alpha": "alpha, the learnt mix of batch and running statistics"}
-OTHERS = {"FedBS": "the metric `train-loss`", "Secure": "`client_app`", "FedRDN": "`BNClient`"}
+OTHERS = {"FedBS": "the metric `train-loss`", "Secure": "`client_app`"}
 
 
 @functools.cache
@@ -123,7 +123,7 @@ def needs(rule: Rule) -> str:
         )
     rule.begin(10, tracking)
     round, traits = Round(10, tracking, ConfigRecord(), cast(Grid, None)), rule.traits
-    configs = (each.config(round) for each in rule.chain if str(each) not in OTHERS)  # FedRDN asks its grid
+    configs = (each.config(round) for each in rule.chain)
     if traits.local or any(key.startswith("fedbn.") for config in configs for key in config):
         found.append("`BNClient`")
     found += [STEPS[kind] for kind in sorted(traits.steps)]

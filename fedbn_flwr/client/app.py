@@ -20,7 +20,7 @@ from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import arrays_in, config_of, pack, unpack
+from fedbn_flwr.messages.arrays import config_of, pack, unpack
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import OwnContent, other_arrays, sent_model
 from fedbn_flwr.named import as_path, path_of
@@ -276,11 +276,6 @@ def _statistics(request: Request) -> RecordDict:
     return request.reply(request.client().statistics_round(unpack(sent_model(request.message.content)), request.config))
 
 
-def _measure(request: Request) -> RecordDict:
-    records = {name: unpack(record) for name, record in arrays_in(request.message.content).items()}
-    return request.reply(request.client().measure_round(request.config, records))
-
-
 def _sums(request: Request) -> RecordDict:
     return RecordDict({"arrays": pack({"sums": request.client().sums()}), **request.claim()})
 
@@ -314,7 +309,6 @@ _HANDLERS: dict[str, tuple[str, Handler]] = {
     protocol.EXCHANGE_QUERY: (_LAYERWISE, _train_by_messages),
     protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
     protocol.PARTITION_QUERY: ("report its partition", _partition),
-    protocol.MEASURE_QUERY: ("measure its data", _measure),
     protocol.SUMS_QUERY: ("send the sums of its columns", _sums),
 }
 

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
@@ -43,7 +43,7 @@ from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import LOCAL_ARRAYS, NodeState, client_number, partition_metric, round_of, run_of
 from .optimizers import OptimizerSpec
-from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, as_tested, in_order, rules_for
+from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, in_order, rules_for
 from .training import (
     TRAINER,
     Epochs,
@@ -273,24 +273,6 @@ class BNClient(NumPyClient):
             statistics, batches = self._statistics(rules, local)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
-    def measure_round(self, config: Config, extras: dict[str, Arrays] | None = None) -> Update:
-        """Let the client rule that `config` selects measure the client's data; `extras` as in `train_round`."""
-        if (examples := self.num_examples) < self.min_batch:
-            raise MessageError(
-                f"it has {examples} training examples and sends no statistics of fewer than {self.min_batch}, which "
-                f"would reveal them; use more examples, or allow it by min-batch={examples} in this node's config"
-            )
-        rules = rules_for(config)
-        local = self._local_round((), config, extras)
-        measured: dict[str, np.ndarray] = {}
-        with local.resources, self._random_streams("measure", config, self.train_data):
-            for rule in rules:
-                others = [other for other in rules if other is not rule]
-                measured |= rule.measure(replace(local, epoch=functools.partial(_tested_epoch, others, local)))
-        if not measured:
-            raise MessageError("it is asked to measure, and the message has no key of a client rule that measures")
-        return Update(measured, {protocol.NUM_EXAMPLES: examples}, {})
-
     def sums(self) -> np.ndarray:
         """The answer to `query.sums`."""
         raise MessageError("it has no sums of its columns; the client of an experiment has them")
@@ -434,7 +416,7 @@ class BNClient(NumPyClient):
     ) -> Metrics:
         """The metrics on one test set."""
         with self._random_streams("evaluate", local.config, batches):
-            pairs = self._formatted(as_tested(self._pairs(batches), rules, local), rules)
+            pairs = self._formatted(self._pairs(batches), rules)
             return evaluate(model, pairs, self.eval_loss, self._tensors.device, self.metrics, task=self.task)
 
     # --- data and random numbers ---
@@ -456,8 +438,7 @@ class BNClient(NumPyClient):
         """The statistics of the client's training inputs under the loaded model, and the number of batches."""
         epoch = local_batches(self.train_data, round_of(local.config), epochs=1, steps=None)
         with self._random_streams("statistics", local.config, self.train_data):
-            pairs = as_tested(self._pairs(epoch), rules, local)
-            return reestimate(self.model, pairs, self._tensors.device, pooled=pooled)
+            return reestimate(self.model, self._pairs(epoch), self._tensors.device, pooled=pooled)
 
     def _random_streams(self, purpose: str, config: Config, loader: object = None) -> AbstractContextManager[None]:
         """Make random numbers, including a DataLoader's, depend only on purpose, round and client."""
@@ -467,7 +448,3 @@ class BNClient(NumPyClient):
 
     def _seed(self, purpose: str, config: Config) -> int:
         return seeding.seed_for(self.seed, purpose, round_of(config), self._number)
-
-
-def _tested_epoch(rules: Iterable[type[ClientRule]], local: LocalRound, number: int) -> Iterator[Batch]:
-    return as_tested(local.epoch(number), rules, local)

@@ -14,7 +14,6 @@ element alone, and reads the memo and the config, but no attribute that differs 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -46,7 +45,6 @@ Tensors = Mapping[str, Tensor]  # parameters or gradients, by the parameters' na
 Memo = Mapping[str, Tensors]  # what a client rule remembers from its `begin` to its `finish`, by name
 
 MODEL = "arrays"  # the record with the model, in messages as in replies
-MEASURING = ~0  # the number of a pass that measures the data; passes of a round's training are 0, 1, ...
 
 # --- arithmetic on named tensors ---
 
@@ -134,24 +132,6 @@ class ClientRule:
         """The batches (inputs, targets) to train on: the client's own, which may be changed or come after others."""
         return batches
 
-    @classmethod
-    def measure(cls, local: LocalRound) -> Arrays:
-        """What the client measures on its data, in reply to `query.measure`.
-
-        `local.model` does not have the values of a round. If the message has a model, it is in `local.records`. The
-        batches of `local.epoch` have the inputs that `own_inputs` of the other rules makes.
-        """
-        return {}
-
-    @classmethod
-    def own_inputs(cls, local: LocalRound) -> Callable[[Inputs], Inputs]:
-        """A function of inputs: how this client changes the inputs of evaluations and measurements.
-
-        Evaluations select a rule by the keys in `Traits.own_inputs`. The client's model after the run changes inputs in
-        the same way; there is no training data then, so keep in `local.state` what the function needs of it.
-        """
-        return lambda inputs: inputs
-
     def first_gradient(self) -> Gradient | None:
         """A function that computes the first batch's loss and gradients; None for ordinary backpropagation."""
         return None
@@ -183,11 +163,6 @@ BY_KEY: dict[str, type[ClientRule] | str] = {
     "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
     "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
     "fedbn.moments": "fedbn_flwr.strategies.fixbn:FixBNClient",
-    "fedbn.norm-inputs": "fedbn_flwr.strategies.fedap:FedAPClient",
-    "fedbn.inputs-drawn": "fedbn_flwr.strategies.fedrdn:FedRDNClient",
-    "fedbn.inputs-mean": "fedbn_flwr.strategies.fedrdn:FedRDNClient",
-    "fedbn.inputs-deviation": "fedbn_flwr.strategies.fedrdn:FedRDNClient",
-    "fedbn.inputs-own": "fedbn_flwr.strategies.fedrdn:FedRDNClient",
     "fedbn.hybrid": "fedbn_flwr.strategies.hbn:HBNClient",
     "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
     "fedbn.head-epochs": "fedbn_flwr.strategies.fedrep:FedRepClient",
@@ -232,12 +207,6 @@ def is_known(key: str) -> bool:
 def in_order(rules: Iterable[type[ClientRule]]) -> list[type[ClientRule]]:
     """Each rule once, in the order in which their hooks are called."""
     return sorted({*rules}, key=lambda rule: (rule.order, rule.__name__))
-
-
-def as_tested(batches: Iterable[Batch], rules: Iterable[type[ClientRule]], local: LocalRound) -> Iterator[Batch]:
-    """Batches (inputs, targets) as in the client's evaluations, whose inputs the client rules change."""
-    changes = [rule.own_inputs(local) for rule in rules]
-    return ((functools.reduce(lambda value, change: change(value), changes, x), y) for x, y in batches)
 
 
 class KeepOptimizerState(ClientRule):

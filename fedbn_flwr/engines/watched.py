@@ -17,7 +17,6 @@ _COUNTED = {
     MessageType.EVALUATE: "clients evaluated",
     protocol.PARTITION_QUERY: "clients ready",
     protocol.STATISTICS_QUERY: "clients' statistics",
-    protocol.MEASURE_QUERY: "clients' statistics",
 }
 
 

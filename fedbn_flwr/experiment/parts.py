@@ -16,7 +16,7 @@ from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import first
 from fedbn_flwr.client.evaluation import Metric
 from fedbn_flwr.client.losses import balanced_weights, make_loss
-from fedbn_flwr.client.rule import BY_KEY, Loss, rule_of
+from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.dataset import DataSet, Schema
 from fedbn_flwr.data.partitions import hold_out
@@ -134,11 +134,6 @@ class Parts(RunParts):
     @cached_property
     def model_description(self) -> Tree:
         """The content of model.json."""
-        traits = self.rule.traits
-        if unknown := [key for key in traits.own_inputs if key not in BY_KEY]:
-            raise SettingsError(
-                f"{self.rule}.traits.own_inputs has {unknown[0]!r}; expected a key in the `keys` of a ClientRule"
-            )
         return {
             "build": model_arguments(self.run, self.shape),
             "normalise": dict(zip(("mean", "std"), self.normalise, strict=True)),
@@ -146,13 +141,7 @@ class Parts(RunParts):
             "classes": self.run.data.class_names or None,
             **(self.of_sites if self.dataset is None else self.dataset.schema),
             "categories": {name: [*texts] for name, texts in self.run.data.categories.items()},
-            "global": traits.has_global_model,
-            **({"own_models": True} if traits.own_models else {}),
-            **(
-                {"own_inputs": {key: named.give_name(rule_of(key)) for key in traits.own_inputs}}
-                if traits.own_inputs
-                else {}
-            ),
+            "global": self.rule.traits.has_global_model,
         }
 
 

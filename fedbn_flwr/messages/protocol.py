@@ -111,9 +111,8 @@ PARTITION_QUERY = "query.partition"
 EXCHANGE_QUERY = "query.exchange"  # one exchange of a layer-wise step
 SUMS_QUERY = "query.sums"  # reply: sums of the columns of the client's data, see fedbn_flwr.data.moments
 STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
-MEASURE_QUERY = "query.measure"  # reply: what the client rule that the config selects measures on the client's data
 
-QUERIES = frozenset({PARTITION_QUERY, SUMS_QUERY, STATISTICS_QUERY, MEASURE_QUERY})  # outside of training
+QUERIES = frozenset({PARTITION_QUERY, SUMS_QUERY, STATISTICS_QUERY})  # outside of training
 
 
 def check_known(config: Config, known: Collection[str]) -> None:

@@ -68,8 +68,8 @@ class Result(Run):
         Parameters
         ----------
         client
-            The number of a client, for its personal model (`FedBN`, `FedAP`, `Standalone`), or one that normalises
-            inputs as this client does (`FedRDN`); only for runs on the local engine. By default the global model.
+            The number of a client, for its personal model (`FedBN`, `Standalone`); only for runs on the local engine.
+            By default the global model.
         file
             The file of the run folder with the global model.
         state

@@ -37,9 +37,6 @@ def refuse_bounds(name: str, traits: Traits, bounds: InfluenceBounds | None) -> 
         return
     refused = bounds.of_updates() if traits.records else {}
     reason = f"{name} averages more than the model, which one client could set to any value"
-    if traits.own_models:
-        refused = {key: value for key, value in bounds.notes().items() if key != "plausible"}
-        reason = f"{name} sends each client a model of its own, in which it does not limit the share of another one"
     if not traits.has_global_model:
         refused, reason = bounds.notes(), f"{name} trains no shared model, so there is nothing for bounds to limit"
     for key, value in refused.items():

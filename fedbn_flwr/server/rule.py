@@ -4,7 +4,7 @@ Rules wrap one another and form a chain. The innermost, a `Base`, chooses the cl
 outermost runs the round (`prepare` and `finish`) by calling every rule's hooks in this order:
 
 - `begin` prepares a run.
-- `question` asks clients what they measure, and `config` has keys for the clients, those of the outermost rule first.
+- `config` has keys for the clients, those of the outermost rule first.
 - `outgoing` may change the messages, the innermost rule first. Then FedTAN exchanges statistics, and every rule's
   `records` are added.
 - `incoming` may change the replies, the outermost rule first.
@@ -41,7 +41,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
 from fedbn_flwr.messages.gate import arrays_problems, gate, metric_problems, record_problems
-from fedbn_flwr.messages.limits import absurd, arrays_problem, initial_problem, size_problem
+from fedbn_flwr.messages.limits import absurd, initial_problem, size_problem
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import Reply, number_problem, partition_of, with_content
@@ -51,7 +51,7 @@ from fedbn_flwr.trees import Json
 
 from .bounds import InfluenceBounds
 from .poll import Poll, Roster
-from .traits import Question, Round, Traits
+from .traits import Round, Traits
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -102,13 +102,6 @@ class Rule(Strategy):
         """
         self._remember(num_rounds)
         self.wrapped.begin(num_rounds, arrays)
-
-    def question(self, round: Round) -> Question | None:
-        """What connected clients are asked before the round, unless they have answered; RunFailed if nobody ever has.
-
-        They measure with the config of the rules around this one.
-        """
-        return None
 
     def config(self, round: Round) -> Config:
         """The config keys that ask clients to apply the client rule.
@@ -203,11 +196,9 @@ class Rule(Strategy):
         round = self.base.round
         return (None, None) if round is None else finish(self.chain, self.base, round, replies)
 
-    def _named(self, config: ConfigRecord, keys: Iterable[str] = ()) -> ConfigRecord:
-        """The config with the name of the run, by which clients know their state of it, and with these keys."""
-        name = {} if protocol.RUN in config else self._name
-        added: dict[str, str | bool] = {**name, **dict.fromkeys(keys, True)}
-        return ConfigRecord({**added, **config}) if added.keys() - config.keys() else config
+    def _named(self, config: ConfigRecord) -> ConfigRecord:
+        """The config with the name of the run, by which clients know their state of it."""
+        return config if protocol.RUN in config or not self._name else ConfigRecord({**self._name, **config})
 
     # --- the state ---
 
@@ -352,16 +343,11 @@ class Base(Rule):
         first: Arrays = next((reply.arrays for reply in replies.values()), {})
         return self.outliers(replies, sent, [key for key, role in roles(first).items() if role is Role.STATISTICS])
 
-    def outliers(
-        self, replies: Mapping[int, Reply], sent: Arrays, keys: Sequence[str], others: Sequence[Arrays] = ()
-    ) -> dict[int, str]:
-        """The problems of replies that are too far from one another and from `others`, by node.
-
-        Bounds decide on the arrays `keys`.
-        """
-        nodes, cohort = [*replies], [*(reply.arrays for reply in replies.values()), *others]
+    def outliers(self, replies: Mapping[int, Reply], sent: Arrays, keys: Sequence[str]) -> dict[int, str]:
+        """The problems of replies that are too far from one another, by node; bounds decide on the arrays `keys`."""
+        nodes, cohort = [*replies], [reply.arrays for reply in replies.values()]
         problems = {**absurd(cohort, sent), **(self.bounds.outliers(cohort, keys) if self.bounds and cohort else {})}
-        return {nodes[place]: problem for place, problem in problems.items() if place < len(nodes)}
+        return {nodes[place]: problem for place, problem in problems.items()}
 
     def clip_updates(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
         """The replies, with updates that are larger than the bounds allow shortened."""
@@ -419,41 +405,19 @@ class Base(Rule):
         poll: Poll,
         queries: Sequence[Message],
         problem: Callable[[Reply], str | None],
-        before: Sequence[Arrays] = (),
     ) -> list[Reply]:
         """Send queries, and return the usable answers; `what` names them in messages.
 
-        Answers are also compared with one another and with those `before`: they must have the same form, and must be
-        neither absurd nor outside of the bounds.
+        Answers are also compared with one another: they must have the same form, and must be neither absurd nor outside
+        of the bounds.
         """
         poll.read(round.grid.send_and_receive(queries, timeout=self.reply_timeout), self.arrayrecord_key)
         poll.check(lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or problem(reply))
         poll.leave_out(metric_problems(poll.usable))
-        if before:
-            poll.check(lambda reply: arrays_problem(reply.arrays, before[0]))
-        else:
-            poll.leave_out(arrays_problems(poll.usable, {}))
+        poll.leave_out(arrays_problems(poll.usable, {}))
         keys = [*next((reply.arrays for reply in poll.usable.values()), {})]
-        poll.leave_out(self.outliers(poll.usable, {}, keys, before))
+        poll.leave_out(self.outliers(poll.usable, {}, keys))
         return poll.close(what)
-
-    def ask(self, round: Round, question: Question) -> None:
-        """Ask all connected clients without an answer, and add what they answer; RunFailed if nobody ever has."""
-        nodes, answers, roster = self.connected(round.grid), question.answers, self.roster
-        if answers:  # a client may be back under another node id
-            self.ask_for_partitions(round, nodes)
-        if not (left := [node for node in nodes if roster.client(node) not in answers]):
-            return
-        config = ConfigRecord({**round.config, question.key: True, protocol.ROUND: round.number})
-        content = RecordDict({**({} if question.model is None else {"arrays": pack(question.model)}), "config": config})
-        queries = [Message(content, node, protocol.MEASURE_QUERY) for node in left]
-        what, before, poll = f"round {round.number}, measurement", [*answers.values()], Poll(roster, left)
-        # No answer is required: others may come later.
-        for reply in self.query(round, what, poll, queries, lambda reply: question.problem(reply.arrays), before):
-            answers[roster.client(reply.message.metadata.src_node_id)] = reply.arrays
-        if not answers:
-            listed = "".join(f"\n  - {reason}" for reason in poll.left_out)
-            raise RunFailed(f"{what}: no client sent {question.what}:{listed}")
 
     # --- an evaluation ---
 
@@ -490,8 +454,6 @@ class Base(Rule):
 def prepare(chain: Sequence[Rule], base: Base, round: Round, config: ConfigRecord) -> Sequence[Message]:
     """The round's messages; `config` is Flower's, which a strategy may change for all later rounds."""
     for rule in chain:
-        if (question := rule.question(round)) is not None:
-            base.ask(round, question)
         round = replace(round, config=ConfigRecord({**round.config, **rule.config(round)}))
     base.round, before = round, {**round.config}
     messages: Sequence[Message] = base.train_messages(round)
@@ -572,8 +534,8 @@ def checked_model(chain: Sequence[Rule], base: Base, round: Round, combined: obj
 
 
 def evaluation_round(rule: Rule, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> Round:
-    """The round in which this model is tested; its config selects the rules that change each client's inputs."""
-    return Round(number, arrays, rule._named(config, rule.traits.own_inputs), grid)
+    """The round in which this model is tested."""
+    return Round(number, arrays, rule._named(config), grid)
 
 
 def _drawn_name() -> Mapping[str, str]:

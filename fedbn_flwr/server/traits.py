@@ -9,7 +9,6 @@ from typing import TypeVar
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
-from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.norms.roles import Role, roles, selected
 
 
@@ -22,17 +21,6 @@ class Round:
     config: ConfigRecord  # of the messages to all clients; in `config()` without the keys of wrapped rules
     grid: Grid
     hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower does not see
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    """What each client measures on its data before it first trains, by the `measure` of a client rule."""
-
-    key: str  # the config key that selects the client rule
-    what: str  # what clients measure, in words
-    problem: Callable[[Arrays], str | None]  # why an answer cannot be used, or None
-    answers: dict[int, Arrays]  # so far, by client: the others are asked, and their answers added
-    model: Arrays | None = None  # that clients measure with
 
 
 @dataclass(frozen=True)
@@ -61,11 +49,7 @@ class Traits:
     min_batch: int = 0
     records: Mapping[str, Record] = field(default_factory=dict)  # that clients send back; the hook `records` sends them
     pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
-    # The config keys whose client rules change each client's inputs when it is tested (`ClientRule.own_inputs`).
-    own_inputs: tuple[str, ...] = ()
-    own_models: bool = False  # whether the server sends each client a model of its own
     may_be_outlier: bool = True  # whether a reply may be left out because of what the other clients sent
-    measured: tuple[str, ...] = ()  # what each client measures on its data and sends once, in words
 
     def __or__(self, other: Traits) -> Traits:
         return Traits(
@@ -76,16 +60,13 @@ class Traits:
             min_batch=max(self.min_batch, other.min_batch),
             records={**self.records, **other.records},
             pooled=self.pooled or other.pooled,
-            own_inputs=(*dict.fromkeys(self.own_inputs + other.own_inputs),),
-            own_models=self.own_models or other.own_models,
             may_be_outlier=self.may_be_outlier and other.may_be_outlier,
-            measured=(*dict.fromkeys(self.measured + other.measured),),
         )
 
     @property
     def personalises(self) -> bool:
-        """Whether clients keep a part of the model or of what leads to it, so that each is tested on its own."""
-        return bool(self.local or self.own_inputs or self.own_models)
+        """Whether clients keep a part of the model, so that each is tested on its own."""
+        return bool(self.local)
 
     @property
     def never_sent(self) -> frozenset[str]:
@@ -101,7 +82,7 @@ class Traits:
         """What travels along with the model's arrays, in words."""
         exchanged = ["statistics of batches, in each batch norm of a round's first step"] if self.min_batch else []
         size = "as large as the parameters: up in each round, down from round 2 on"
-        return [*(f"record `{name}`, {size}" for name in self.records), *exchanged, *self.measured]
+        return [*(f"record `{name}`, {size}" for name in self.records), *exchanged]
 
     @property
     def has_global_model(self) -> bool:

@@ -101,7 +101,7 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
 
 
 # Hooks that may use the replies of single clients.
-_OF_SINGLE_REPLIES = ("question", "problem", "combine", "after_round", "incoming", "accepted")
+_OF_SINGLE_REPLIES = ("problem", "combine", "after_round", "incoming", "accepted")
 
 
 def broken_guarantees(rule: Rule) -> Mapping[str, str]:

@@ -43,7 +43,6 @@ every_rule = pytest.mark.parametrize("rule", EVERY)
 # Rules that look for norm layers among the modules, with the settings that make them do so in the first round. The
 # others have the clients of FedAvg, or combine these.
 SEARCHING: dict[str, dict[str, Any]] = {
-    "FedAP": {"warmup_rounds": 0},
     "FedAvgGlobalStats": {},
     "FedBN": {},
     "FedTAN": {},
@@ -214,7 +213,7 @@ def test_a_poisoned_reply_never_reaches_the_model(rule: str) -> None:
 
 
 @pytest.mark.parametrize("model", slow_except({"mobilenet_v2"}, ["resnet18", "mobilenet_v2", "densenet"]))
-@pytest.mark.parametrize("rule", slow_except({"FedAP", "FedBN", "FixBN", "FedTAN"}, SEARCHING))
+@pytest.mark.parametrize("rule", slow_except({"FedBN", "FixBN", "FedTAN"}, SEARCHING))
 def test_rules_find_the_norms_of_deep_networks(rule: str, model: str) -> None:
     case = Case(rule, model, side=32, **SEARCHING[rule])
     before, after = unpack(case.arrays()), case.run(1)

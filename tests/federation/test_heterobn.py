@@ -20,7 +20,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.variants import StaticBatchNorm
-from fedbn_flwr.strategies import FedAvg, FedRDN, FixBN, HeteroBN, MeanStatistics, Round, evaluation_round
+from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, MeanStatistics, Round
 from tests.support.federations import Federations, same
 from tests.support.fixtures import small_net
 
@@ -306,22 +306,6 @@ def test_too_few_answers_end_the_run(federation: Federations) -> None:
         HeteroBN(statistics="query").global_model(
             Round(4, fed.arrays(), ConfigRecord(), fed.grid(answering(fed, change)))
         )
-
-
-def test_inside_fedrdn_clients_measure_the_inputs_that_they_are_tested_with(federation: Federations) -> None:
-    """Each client's inputs are normalised with its own mean and deviation, as if they had been so before the run."""
-    fed = federation((8, 12, 6), model=static_net, dtype=torch.float64)
-    strategy, grid = FedRDN(HeteroBN(statistics="query", fraction_evaluate=0.0)), fed.grid()
-    trained = strategy.start(grid, fed.arrays(), num_rounds=1).arrays
-    found = strategy.global_model(evaluation_round(strategy, 1, trained, ConfigRecord(), grid))
-    for data in fed.data:
-        images = torch.cat([x for x, _ in data.batches])
-        mean = images.mean((2, 3), keepdim=True).mean(0)
-        deviation = images.flatten(2).std(2).mean(0)[:, None, None]
-        data.batches = [((x - mean) / deviation, y) for x, y in data.batches]
-    expected = HeteroBN(statistics="query").global_model(Round(1, trained, ConfigRecord(), fed.grid()))
-    for key in STATISTICS:
-        np.testing.assert_allclose(found[key].numpy(), expected[key].numpy(), rtol=1e-12, atol=1e-12)
 
 
 def test_another_metric_of_training_may_weight_the_models(federation: Federations) -> None:

@@ -17,28 +17,25 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, MetricRecord
+from flwr.app import ConfigRecord, Context, MetricRecord
 from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles, run
-from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, rule_of
 from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.experiment.registry import class_of
 from fedbn_flwr.extensions import declared
-from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import with_config
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.server.rule import Base
 from fedbn_flwr.strategies import (
     HBN,
-    FedAP,
     FedAvg,
     FedBN,
     FedProx,
-    FedRDN,
     FixBN,
     GlobalMomentum,
     MeanStatistics,
@@ -51,7 +48,6 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
-from tests.support.centred import Centred
 from tests.support.command import FEDBN, ROOT, python, python_blocks
 from tests.support.federations import Federations, failing, same
 
@@ -79,16 +75,13 @@ def test_the_page_s_other_code_runs(federation: Federations) -> None:
     """In the order of the pages."""
     page: dict[str, Any] = {"ClientRule": ClientRule, "Key": Key}
     others = [block for block in BLOCKS if not block.startswith((PAGE, TEST))]
-    assert len(others) == 5
+    assert len(others) == 4
     for block in others:
         exec(block, page)
     fed = federation((8, 12), steps=2)
     assert same(after(fed, page["Proximal"](mu=0.5), 2), after(fed, FedProx(proximal_mu=0.5), 2))
     assert same(after(fed, page["Proximal"](mu=0), 2), after(fed, FedAvg(), 2))
-    asks = page["AskSizes"]()
-    after(fed, asks, 2)
-    assert {client: dict(answer) for client, answer in asks.memory.sizes.items()} == {0: {"size": 8}, 1: {"size": 12}}
-    for key in ("fedbn.mu", "fedbn.smooth", "fedbn.sizes"):
+    for key in ("fedbn.mu", "fedbn.smooth"):
         BY_KEY.pop(key)
 
 
@@ -296,15 +289,10 @@ class ReadsMessages(FedAvg):
         return messages
 
 
-class Asks(FedAvg):
-    def question(self, round: Any) -> None:
-        return None
-
-
 @pytest.mark.parametrize("name", declared("strategies"))
 @pytest.mark.parametrize(
     ("rule", "hook"),
-    [(Equal, "weights"), (FromMixin, "combine"), (ReadsMessages, "incoming"), (Asks, "question")],
+    [(Equal, "weights"), (FromMixin, "combine"), (ReadsMessages, "incoming")],
 )
 def test_weights_of_its_own_and_hooks_of_a_mixin_need_the_single_replies(name: str, rule: Any, hook: str) -> None:
     around: Any = class_of(name)
@@ -495,73 +483,6 @@ def test_evaluation_leaves_the_attendance_of_training_as_it_is(federation: Feder
     assert [[text[:17] for text in each] for each in left_out] == [["node 2: client 1 "], ["client 0 (node 1)"]]
 
 
-@pytest.mark.parametrize("value", [7.0, 1e20])
-def test_an_answer_that_differs_in_form_from_the_known_ones_is_left_out(federation: Federations, value: float) -> None:
-    """Client 2 cannot measure in round 1, and is alone in round 2 with another key."""
-    fed, late = federation((8, 12, 6)), False
-
-    class Late(BNClient):
-        def measure_round(self, config: Any, *rest: Any) -> Any:
-            found = super().measure_round(config, *rest)
-            if self.identity["partition-id"] == 2:
-                if not late:
-                    raise OSError("its disk is away")
-                found.arrays = {"other": np.array([value])}
-            return found
-
-    page: dict[str, Any] = {"ClientRule": ClientRule, "Key": Key}
-    exec(next(block for block in BLOCKS if "class AskSizes" in block), page)
-    app = client_app(lambda context: Late(copy.deepcopy(fed.model), fed.data[context.node_id - 1], context=context))
-    rule, grid, arrays = page["AskSizes"](), fed.grid(app), fed.arrays()
-    rule.begin(2, arrays)
-    for number in (1, 2):
-        messages = rule.configure_train(number, arrays, ConfigRecord(), grid)
-        arrays, _ = rule.aggregate_train(number, grid.send_and_receive(messages))
-        late = True
-    assert {client: [*answer] for client, answer in rule.memory.sizes.items()} == {0: ["size"], 1: ["size"]}
-    BY_KEY.pop("fedbn.sizes")
-
-
-def test_a_client_s_model_changes_its_inputs_as_the_client_does_when_it_is_tested(tmp_path: Path) -> None:
-    result = run("quick", strategy=Centred, rounds=1, out=tmp_path)
-    rules = result.files.model_description()["own_inputs"]
-    assert rules == {"fedbn.centre": "tests.support.centred:CentredClient"}
-    states = [state for _, state in sorted(result.files.checkpoint.clients(), key=lambda pair: pair[0])]
-    images = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    outputs = set()
-    for client in range(3):
-        mean = torch.from_numpy(NodeState(states[client]).load("centre")["mean"].copy())
-        own = result.model(client=client)(images)
-        torch.testing.assert_close(own, result.model()(images - mean))
-        outputs.add(own.sum().item())
-    assert len(outputs) == 3
-
-
-class Halved(FedAvg):
-    """Client 1 receives half of every value."""
-
-    def sent_to(self, client: int, arrays: ArrayRecord) -> ArrayRecord:
-        return pack({key: value / 2 for key, value in unpack(arrays).items()}) if client == 1 else arrays
-
-
-def test_a_client_s_model_is_what_the_server_sends_it(tmp_path: Path) -> None:
-    """No array stays on the client."""
-    result = run("quick", strategy=Halved, rounds=1, out=tmp_path)
-    whole, half = (dict(result.model(client=client).named_parameters()) for client in (0, 1))
-    for key, value in result.model().named_parameters():
-        assert torch.equal(whole[key], value)
-        assert torch.equal(half[key], value / 2)
-
-
-class Misspelt(FedAvg):
-    traits = Traits(own_inputs=("fedbn.center",))
-
-
-def test_own_inputs_without_a_client_rule_are_refused_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"Misspelt\.traits\.own_inputs has 'fedbn\.center'; expected a key in the"):
-        run("quick", strategy=Misspelt, rounds=1, out=tmp_path)
-
-
 class EverySecond(Wrapper):
     """Skips the rounds with odd numbers."""
 
@@ -608,9 +529,7 @@ def test_the_traits_of_a_strategy_add_to_those_of_the_strategy_inside() -> None:
     assert (traits.local, traits.sent_back) == (inside.traits.local, False)
     assert (traits.steps, traits.records) == ({"momentum"}, {"momentum": Record()})
     assert HBN(kept=["last"]).traits.client_memory == ("their own alpha", "their own arrays")
-    drawn = FixBN(FedRDN(Scaffold()), freeze_round=1).traits
-    assert drawn.client_memory == ("their control variates", "mean and deviation of their inputs")
-    assert drawn.personalises
+    assert FixBN(Scaffold(), freeze_round=1).traits.client_memory == ("their control variates",)
 
 
 class Both(FedBN, Scaffold):
@@ -624,10 +543,9 @@ def test_a_strategy_with_two_bases_has_the_traits_of_both(federation: Federation
 
 
 def test_traits_that_are_added_twice_count_once() -> None:
-    own = Traits(client_memory=("their step sizes",), own_inputs=("mine",))
-    again = type("Again", (FedAP,), {"traits": FedAP.traits | own}).traits
-    assert again == FedAP.traits | own
-    assert (again.measured, again.own_inputs) == (FedAP.traits.measured, ("mine",))
+    own = Traits(client_memory=("their step sizes",))
+    again = type("Again", (FedBN,), {"traits": FedBN.traits | own}).traits
+    assert again == FedBN.traits | own
     assert again.client_memory == ("their own batch norm", "their step sizes")
     assert again | again == again
 

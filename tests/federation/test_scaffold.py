@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
-from fedbn_flwr import LocalGrid
+from fedbn_flwr import BNClient, LocalGrid, client_app
 from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages import protocol
@@ -23,6 +24,7 @@ from strategies.scaffold import total_of
 from tests.support.federations import Arrays, Change, Changed, Federations, failing, models_of, replaced, same
 from tests.support.fixtures import Batches, Federation
 from tests.support.marks import slow_except
+from tests.support.plugin import RecordingGrid
 from tests.support.records import BAD_RECORDS, between
 
 HAND = ((1.0, 0.0), (2.0, 8.0))  # x and s of each client
@@ -439,3 +441,13 @@ def test_a_client_that_returns_under_another_node_id_keeps_its_control_variate(
     assert grid.inner is grids[1]
     assert models[1:] == pytest.approx(by_hand([{0, 1}] * 8), rel=1e-12)
     assert "not connected" not in flower_log.text, "it is asked for its partition first"
+
+
+def test_nodes_without_a_partition_are_not_asked_for_it(federation: Federations) -> None:
+    """Their replies to the first round have told that there is none."""
+    fed = federation((6, 9))
+    grid = RecordingGrid(client_app(lambda context: BNClient(copy.deepcopy(fed.model), fed.data[0], lr=0.1)), 2)
+    for context in grid.contexts().values():
+        context.node_config.clear()
+    Scaffold().start(grid, fed.arrays(), num_rounds=3)
+    assert grid.count(protocol.PARTITION_QUERY) == 0

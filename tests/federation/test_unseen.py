@@ -77,28 +77,6 @@ def test_each_batch_norm_gives_what_direct_computation_gives(strategy: str, tmp_
     assert len({*expected.values()}) == (3 if strategy == "FedBN" else 2), "the ways differ"
 
 
-def test_a_newcomer_s_inputs_are_normalised_as_the_strategy_does(tmp_path: Path) -> None:
-    """With FedRDN by the moments of its own training images."""
-    training = {"lr": 0.05, "batch_size": 20, "epochs": 2}
-    unseen = {"unseen": {"clients": [2], "statistics": ["mean"]}, "every": 5}
-    data = {**EXPERIMENT["data"], "normalise": "unit"}
-    given = experiment({"name": "FedRDN"}, rounds=5, data=data, train=training, evaluate=unseen)
-    result = run(given, out=tmp_path, progress=False)
-    (settings,) = load_experiment(json.dumps(given)).runs
-    dataset = load_data(settings.data, "cpu")
-    train, test = (rows[2] for rows in shares_of(settings.data, settings.clients, settings.seed, "cpu"))
-    mean, std = (torch.tensor(each).view(1, -1, 1, 1) for each in normalisation_of(settings, dataset))
-    known, new = ((part.inputs[rows].float() / 255 - mean) / std
-                  for part, rows in ((dataset.train, train), (dataset.test, test)))  # fmt: skip
-    pixels = known.flatten(2)
-    shift, scale = (each.mean(0)[:, None, None] for each in (pixels.mean(2), pixels.std(2)))
-    ours, plain = (accuracy(result.model(), images, dataset.test.labels[test])
-                   for images in ((new - shift) / scale, new))  # fmt: skip
-    found = json.loads((result.folder / "summary.json").read_text())["unseen_mean_accuracy"]
-    assert found == pytest.approx(ours, abs=1e-6)
-    assert ours != plain
-
-
 def test_a_newcomer_never_trains_and_is_not_missed(tmp_path: Path) -> None:
     """The others train as if there were no third client: its node is hidden from the strategy."""
     result = run(experiment({"name": "FedAvg"}), out=tmp_path, progress=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedbn_flwr.client.rule import ClientRule, Key, Tensors
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.reply import with_config, with_content
+from fedbn_flwr.messages.reply import with_arrays, with_config, with_content
 from fedbn_flwr.strategies import Wrapper
 
 BIAS = "3.bias"
@@ -20,9 +21,13 @@ Received = dict[int, tuple[float, float, float]]  # by client: values in its mod
 class OwnModel:
     """A mixin for strategies: in the model for client i, the values of the bias are i."""
 
-    def sent_to(self, client: int, arrays: ArrayRecord) -> ArrayRecord:
-        given = unpack(arrays)
-        return pack({**given, BIAS: np.full_like(given[BIAS], client)})
+    def outgoing(self, round: Any, messages: Sequence[Message]) -> Sequence[Message]:
+        return [with_arrays(message, partial(_own, message.metadata.dst_node_id - 1)) for message in messages]
+
+
+def _own(client: int, arrays: ArrayRecord) -> ArrayRecord:
+    given = unpack(arrays)
+    return pack({**given, BIAS: np.full_like(given[BIAS], client)})
 
 
 class Addressed(Wrapper):

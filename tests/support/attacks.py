@@ -28,8 +28,6 @@ from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics
 REFUSED, HARMLESS, EITHER, LIE = "refused", "harmless", "either", "lie"
 BAD = 2  # the partition of the hostile client
 
-QUERIES = (protocol.STATISTICS_QUERY, protocol.MEASURE_QUERY)
-
 Spoil = Callable[[RecordDict], None]
 
 
@@ -46,7 +44,7 @@ class Attack:
     name: str
     spoil: Spoil
     verdict: str = REFUSED
-    kinds: tuple[str, ...] = ("train", "evaluate", protocol.EXCHANGE_QUERY, *QUERIES)
+    kinds: tuple[str, ...] = ("train", "evaluate", protocol.EXCHANGE_QUERY, protocol.STATISTICS_QUERY)
 
 
 # --- arrays ------------------------------------------------------------------
@@ -236,8 +234,8 @@ def with_arrays(where: str, attack: Attack) -> tuple[str, ...]:
     if where == "additional":
         return ("train",)
     if attack.name == "array, negative variance":  # a gradient with respect to a variance may be negative
-        return ("train", "moments", protocol.MEASURE_QUERY)
-    return ("train", protocol.EXCHANGE_QUERY, *QUERIES)
+        return ("train", "moments")
+    return ("train", protocol.EXCHANGE_QUERY, protocol.STATISTICS_QUERY)
 
 
 # --- records -----------------------------------------------------------------

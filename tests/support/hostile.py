@@ -61,7 +61,6 @@ RULES: dict[str, list[str]] = {
     "HeteroBN": ["strategy={name: HeteroBN, statistics: query}", "model.norm=sbn"],
     "HBN": ["strategy={name: HBN}", "model.norm=hbn"],
     "FedWon": ["strategy={name: FedWon}", "model={name: cnn, norm: won}"],
-    "FedAP": ["strategy={name: FedAP, warmup_rounds: 0}"],
     "FedBS": ["strategy={name: FedBS, epsilon: 100, patience: 3}"],
     "FixBN": ["strategy={name: FixBN, freeze_round: 2}"],
     "FixBN, frozen from the start": ["strategy={name: FixBN, freeze_round: 0}"],
@@ -88,13 +87,6 @@ UNREAD = {
 }
 # The server must not compare single replies with others.
 UNCOMPARED = re.compile(r"^Private .* array, (1e18|1e30|3e38)$")
-MEASURING = ("FedRDN", "FedAP")
-# What FedRDN's clients measure is float64.
-UNREAD |= {
-    ("FedRDN", f"{where}: {name}")
-    for where in ("first", "variance")
-    for name in ("array, float64", "declared, dtype other")
-}
 EXCHANGING = [name for name in RULES if "FedTAN" in name or name == "FedAvgGlobalStats"]
 
 # The libraries' own words must not reach a log.
@@ -306,8 +298,6 @@ def cases(rules: Sequence[str] = (), names: str = "") -> Iterator[tuple[str, str
             kinds += [protocol.EXCHANGE_QUERY, "moments"]
         if rule in ("HeteroBN", "HBN"):
             kinds.append(protocol.STATISTICS_QUERY)
-        if rule in MEASURING:
-            kinds.append(protocol.MEASURE_QUERY)
         for attack in attacks:
             yield from ((rule, kind, attack) for kind in kinds if kind in attack.kinds)
 

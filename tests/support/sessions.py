@@ -49,7 +49,6 @@ MORE: dict[str, str] = {
     "GlobalMomentum of SiloBN": "strategy: {name: GlobalMomentum, base: {name: SiloBN}}",
     "kept layers": "strategy: {name: FixBN, freeze_round: 3, base: {name: FedAvg, kept: [last]}}",
     "some clients": "strategy: {name: Scaffold, fraction_train: 0.67}",
-    "FedAP, some clients": "strategy: {name: FedAP, fraction_train: 0.67, warmup_rounds: 2}",
     "keep_momentum": "train: {keep_momentum: true}",
     "adamw": "train: {optimizer: adamw, momentum: 0.0, keep_momentum: true}\nevaluate: {metrics: [auc, macro_f1]}",
     "brn": "model: {norm: brn, brn: {warmup: 3, r_steps: 8, d_steps: 8}}",

@@ -11,14 +11,14 @@ from fedbn_flwr.client.evaluation import name_of
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import Diverged, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import arrays_in, unpack
+from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.results.folder.checkpoint import Snapshot
-from fedbn_flwr.results.folder.reader import CLIENTS_DIGEST, deciding, digest_of, file_of
+from fedbn_flwr.results.folder.reader import CLIENTS_DIGEST, deciding, digest_of
 from fedbn_flwr.results.folder.summary import GLOBAL_MODEL, Summary, time_stamp
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.server.flower import Foreign
 from fedbn_flwr.storage import to_json
-from fedbn_flwr.strategies import FedAvg, Rule, state_of
+from fedbn_flwr.strategies import Rule, state_of
 from fedbn_flwr.tasks import CLASSIFICATION
 
 from ..parts import Parts
@@ -146,12 +146,8 @@ class Saving(Listener):
         )
 
     def _write_models(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
-        folder, base = running.folder, running.prepared.rule.base
+        folder = running.folder
         folder.write_model(unpack(model), snapshot.round)
-        if isinstance(base, FedAvg) and base.traits.own_models:
-            sent = base.sent(arrays_in(snapshot.model)["arrays"])
-            for client in snapshot.trained:
-                folder.write_model(unpack(base.sent_to(client, sent)), snapshot.round, file_of(client))
         if self.best is not None:
             best, number = self.best
             folder.write_model(unpack(best), number, "model-best.safetensors")

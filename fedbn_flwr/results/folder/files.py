@@ -36,14 +36,9 @@ _TYPES: Mapping[str, Draft] = {
         "targets": dict[str, list[float]] | None,
         "classes": list[str] | None,
         "global": bool,
-        "own_inputs": dict[str, str],
-        "own_models": bool,
     },
     "environment.json": {"token": str, "modules": dict[str, str], "resumed": list[Draft]},
 }
-
-
-_OPTIONAL = {"own_inputs", "own_models"}  # of model.json
 
 
 def damaged(file: Path, reason: str, line: int | None = None) -> UserError:
@@ -80,7 +75,7 @@ def parse(text: str, file: Path, line: int | None = None) -> Json:
         if file.name == "history.jsonl":
             types = {key: float for key in content if any(main in key for main in MAINS)} | types
         # Later versions have added keys to environment.json.
-        required = [key for key in types if key not in _OPTIONAL] if file.name != "environment.json" else ()
+        required = types if file.name != "environment.json" else ()
         check(content, types, required)
     except (ValueError, RecursionError) as error:
         reason = f"it is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)

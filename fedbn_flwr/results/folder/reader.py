@@ -29,11 +29,6 @@ def digest_of(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()[:16]
 
 
-def file_of(client: int) -> str:
-    """The file of what the server has made for this client alone, in a run whose clients have models of their own."""
-    return f"model-client-{client}.safetensors"
-
-
 class RunReader:
     """A run, finished or not, as its folder has it."""
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import NoReturn, cast
 
 import torch
 from flwr.app import RecordDict
 from torch import Tensor, nn
 
-from fedbn_flwr import named, seeding
-from fedbn_flwr.batch import Inputs, Value
+from fedbn_flwr import seeding
+from fedbn_flwr.batch import Value
 from fedbn_flwr.client.evaluation import InUnits
 from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, stored_rounds
-from fedbn_flwr.client.rule import BY_KEY, ClientRule, LocalRound, in_order, rule_of
 from fedbn_flwr.data.batches import Standardiser
 from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.errors import UserError
@@ -30,7 +27,7 @@ from fedbn_flwr.storage import read_store
 from fedbn_flwr.trees import Draft
 
 from ..folder.files import damaged
-from ..folder.reader import RunReader, file_of
+from ..folder.reader import RunReader
 
 
 def global_model(folder: RunReader, file: str) -> nn.Module:
@@ -115,19 +112,6 @@ def personal_model(folder: RunReader, client: int) -> PersonalModel:
     return _personal(folder, arrays, state, client, rounds, folder.checkpoint.path)
 
 
-def _sent_to(folder: RunReader, client: int, server_round: int) -> dict[str, Tensor]:
-    """The arrays that the server has made for this client alone; empty if all clients receive the same."""
-    if not folder.model_description().get("own_models"):
-        return {}
-    arrays, written = _read(folder, file_of(client))
-    if written != server_round:
-        raise UserError(
-            f"{str(folder.path / file_of(client))!r} is of round {written}, and the other arrays are of round "
-            f"{server_round}; finish the run with --resume, or copy its folder again"
-        )
-    return arrays
-
-
 def _personal(
     folder: RunReader,
     arrays: Mapping[str, Tensor],
@@ -136,36 +120,13 @@ def _personal(
     rounds: tuple[int, int],
     file: Path,
 ) -> PersonalModel:
-    """The network with the client's own arrays, which changes inputs as the client does when it is tested."""
-
-    def nothing(number: int = 0) -> NoReturn:
-        raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
-
-    description = folder.model_description()
-    state, rules = NodeState(records), description.get("own_inputs", {})
-    own = state.load(LOCAL_ARRAYS)
-    model = _build(folder, {**arrays, **_sent_to(folder, client, rounds[0]), **_tensors(own)}, file)
+    """The network with the client's own arrays."""
+    own = NodeState(records).load(LOCAL_ARRAYS)
+    model = _build(folder, {**arrays, **_tensors(own)}, file)
     kinds = roles(model)
-    has_own = rules or description.get("own_models") or any(kinds[key] is not Role.COUNTER for key in own)
-    has_trained = own or Role.COUNTER not in kinds.values()  # counters are never sent
-    if not (has_own and has_trained):
-        nothing()
-    local = LocalRound(
-        config=dict.fromkeys(rules, True), sent=arrays.keys(), records={}, state=state, model=model, roles=kinds,
-        epoch=nothing, seed=0,
-    )  # fmt: skip
-    for rule in in_order(_rule(key, name) for key, name in rules.items()):
-        model.register_forward_pre_hook(partial(_changed, rule.own_inputs(local)))
+    if not any(kinds[key] is not Role.COUNTER for key in own):
+        raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
     return PersonalModel(client, *rounds, sum(map(len, arrays_in(records).values())), model)
-
-
-def _rule(key: str, name: str) -> type[ClientRule]:
-    """A client rule that this process knows; the user's own is loaded by its name."""
-    return rule_of(key) if key in BY_KEY else cast(type[ClientRule], named.load("own_inputs of model.json", name))
-
-
-def _changed(change: Callable[[Inputs], Inputs], model: object, inputs: tuple[object, ...]) -> object:
-    return change(inputs[0])
 
 
 def _tensors(arrays: Arrays) -> dict[str, Tensor]:

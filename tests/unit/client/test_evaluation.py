@@ -236,7 +236,7 @@ def test_standalone_without_clients_evaluation_is_refused() -> None:
 
 def test_only_personalising_strategies_evaluate_clients_by_default() -> None:
     assert {name for name in STRATEGIES if as_rule(build_strategy({"name": name})).traits.local} == {
-        "FedAP", "FedBN", "FedRep", "SiloBN", "Standalone",
+        "FedBN", "FedRep", "SiloBN", "Standalone",
     }  # fmt: skip
 
 

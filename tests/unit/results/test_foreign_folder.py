@@ -34,7 +34,7 @@ SYSTEM = {"command": "touch executed"}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run("quick", **TINY, strategy="FedRDN", out=tmp_path_factory.mktemp("run"), progress=False).folder
+    return run("quick", **TINY, strategy="FedBN", out=tmp_path_factory.mktemp("run"), progress=False).folder
 
 
 @pytest.fixture
@@ -65,8 +65,6 @@ def change(folder: Path, **sections: Any) -> None:
         ("build", "name", "evil:net", {}),
         ("build", "name", "evil:net(width=1)", {}),
         ("build", "norm", "evil:Norm", {}),
-        ("own_inputs", "fedbn.mine", "evil:Rule", {}),
-        ("own_inputs", "fedbn.mine", "os:system", {}),
     ],
 )
 @pytest.mark.parametrize("words", [("predict", "--data", "new.npz"), ("model",)], ids=lambda words: words[0])
@@ -89,20 +87,10 @@ def test_code_that_its_model_names_is_refused(
     assert not Path("executed").exists()
 
 
-@pytest.mark.parametrize("sections", [{"own_inputs": {"fedbn.mine": 5}}, {"build": {"num_classes": "a"}}])
-def test_a_model_that_cannot_be_built_is_damaged(
-    sections: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    change(folder, **sections)
+def test_a_model_that_cannot_be_built_is_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(folder, build={"num_classes": "a"})
     assert cli.main(["predict", "run", "--client", "0", "--data", "new.npz", "--out", "found"]) == 2
     assert "'run/model.json'" in capsys.readouterr().err
-
-
-def test_a_client_rule_of_this_library_is_found_by_its_key(folder: Path) -> None:
-    """Whatever module the folder gives for it."""
-    change(folder, own_inputs={"fedbn.inputs-own": "evil:Rule"})
-    assert isinstance(Result.read(folder).model(client=0), nn.Module)
-    assert not Path("executed").exists()
 
 
 @pytest.mark.parametrize(
@@ -135,8 +123,8 @@ def test_its_settings_execute_nothing(
     for words in (["report", "--out", "report"], ["report", "--html", "--out", "page.html"], ["status"]):
         assert cli.main([*words, "run"]) == 0
     given = [f"{key}={json.dumps(value)}" for key, value in TINY.items()]
-    shutil.copytree(folder, "out/FedRDN")
-    assert cli.main(["run", "quick", *given, "strategy=FedRDN", "--out", "out", "--resume"]) == (
+    shutil.copytree(folder, "out/FedBN")
+    assert cli.main(["run", "quick", *given, "strategy=FedBN", "--out", "out", "--resume"]) == (
         2 if "track" not in changes else 0
     )
     assert not Path("executed").exists(), capsys.readouterr()
