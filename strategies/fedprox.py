@@ -46,7 +46,7 @@ class FedProxClient(ClientRule):
     elementwise = True
 
     def begin(self, w: Tensors) -> Memo:
-        return {"received": clone(self.local.received(w))}  # w_t
+        return {"received": clone(w)}  # w_t
 
     def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
         add_(g, sub(w, memo["received"]), alpha=float(self.local.config[PROXIMAL_MU]))

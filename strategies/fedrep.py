@@ -25,7 +25,7 @@ from fedbn_flwr.client.rule import Batch, ClientRule, Key
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.norms.roles import LAST, split
+from fedbn_flwr.norms.roles import LAST, roles, split
 from fedbn_flwr.server.traits import Round
 
 from .fedavg import FedAvg, Names
@@ -67,7 +67,7 @@ class FedRepClient(ClientRule):
     trains_alone = True
 
     def batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        local, own = self.local, protocol.kept_keys(self.local.config, self.local.roles)
+        local, own = self.local, protocol.kept_keys(self.local.config, roles(self.local.model))
         trained = {name: parameter for name, parameter in local.model.named_parameters() if parameter.requires_grad}
         head, body = split(trained, own)
         if not head or not body:

@@ -48,7 +48,7 @@ from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.distances import distances, statistics_in
-from fedbn_flwr.norms.roles import Role, is_variance, mean_of, of_roles, split
+from fedbn_flwr.norms.roles import Role, is_variance, mean_of, of_roles, roles, split
 from fedbn_flwr.norms.statistics import MomentRecorder
 from fedbn_flwr.server.rule import require_norm
 from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
@@ -293,13 +293,13 @@ class FixBNClient(ClientRule):
 
     def __init__(self, local: LocalRound) -> None:
         super().__init__(local)
-        frozen = frozen_roles(local.config)
-        unsent = {key: role for key, role in local.roles.items() if role in frozen and key not in local.sent}
+        frozen, role_of = frozen_roles(local.config), roles(local.model)
+        unsent = {key: role for key, role in role_of.items() if role in frozen and key not in local.received}
         # Where roles stay on the client (FedBN, SiloBN), one that first trains after the freeze sets its values now.
         own = local.state.load(LOCAL_ARRAYS) if unsent else {}
         missing = {role: key for key, role in reversed(unsent.items()) if key not in own}
-        if shared := [key for key in local.roles if key in local.sent and local.roles[key] in missing]:
-            role = local.roles[shared[0]]
+        if shared := [key for key in role_of if key in local.received and role_of[key] in missing]:
+            role = role_of[shared[0]]
             raise MessageError(
                 f"this client first trains after the freeze ({FREEZE!r}): it would have to set its own "
                 f"{missing[role]!r}, while {shared[0]!r} is frozen; keep all {role} on the clients, or none"

@@ -65,7 +65,7 @@ class GlobalMomentumClient(KeepOptimizerState):
     keys = {MOMENTUM: Key("true", "begin with the momentum in the record `momentum`, and send it back")}
 
     def begin(self, w: Tensors) -> Memo:
-        optimizer = self.local.optimizer
+        optimizer, self.received = self.local.optimizer, w
         is_sgd = isinstance(optimizer.torch, SGD)
         if not (is_sgd and any(group["momentum"] for group in optimizer.torch.param_groups)):
             how = "without momentum" if is_sgd else "with another optimizer"
@@ -82,8 +82,9 @@ class GlobalMomentumClient(KeepOptimizerState):
         super().finish(memo, steps, metrics, records)
         new = dict(self.local.state.load(self.stored))
         # The momentum of a parameter that stays on the client stays there too.
-        sent = self.local.received(self.local.optimizer.parameters)
         # Zero if a parameter has had no gradient yet.
-        zeros = copied({name: torch.zeros_like(p) for name, p in sent.items() if f"{SLOT}{name}" not in new})
-        records[MOMENTUM_RECORD] = {name: zeros[name] if name in zeros else new.pop(f"{SLOT}{name}") for name in sent}
+        zeros = copied({name: torch.zeros_like(p) for name, p in self.received.items() if f"{SLOT}{name}" not in new})
+        records[MOMENTUM_RECORD] = {
+            name: zeros[name] if name in zeros else new.pop(f"{SLOT}{name}") for name in self.received
+        }
         self.local.state.save(self.stored, new)

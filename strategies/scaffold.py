@@ -116,14 +116,13 @@ class ScaffoldClient(ClientRule):
         CONTROL: Key("true", "correct gradients by control variates, received and sent in the record `control`"),
         CONTROL_ROUND: Key("int", "use the client's control variate of this round; 0: use zero"),
     }
-    may_differ = {CONTROL_ROUND}  # clients that joined in different rounds
     order = -1  # before the other rules: g_i is the unchanged gradient
     elementwise = True
 
     def begin(self, w: Tensors) -> Memo:
         self.known = int(self.local.config.get(CONTROL_ROUND, 0))  # the server has added the c_i of this round
         self.own = self.local.state.load(f"{CONTROL}.{self.known}")
-        c, w = self.local.records.get(CONTROL_RECORD, {}), self.local.received(w)
+        c = self.local.records.get(CONTROL_RECORD, {})
         corrections = {name: tensor_like(c.get(name), p) - tensor_like(self.own.get(name), p) for name, p in w.items()}
         return {"corrections": corrections, "sums": {name: torch.zeros_like(p) for name, p in w.items()}}
 

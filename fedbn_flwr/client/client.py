@@ -332,18 +332,16 @@ class BNClient(NumPyClient):
         """The values of the arrays that the server has not sent, which stay on the client."""
         return self._tensors.values_of([key for key in self.roles if key not in sent])
 
-    def _local_round(self, sent: Iterable[str], config: Config, extras: dict[str, Arrays] | None) -> LocalRound:
+    def _local_round(self, received: Iterable[str], config: Config, extras: dict[str, Arrays] | None) -> LocalRound:
         """The round as client rules see it."""
         self.state = NodeState(self.state.content, run_of(config))
         return LocalRound(
             config=config,
-            sent=frozenset(sent),
+            received=frozenset(received),
             records={} if extras is None else extras,  # the dict itself: later messages of the round add to it
             state=self.state,
             model=self.model,
-            roles=self.roles,
             epoch=functools.partial(self._epoch, round_of(config)),
-            seed=self._seed("rules", config),
         )
 
     def _training(self, local: LocalRound, rules: Sequence[ClientRule]) -> Training:
@@ -384,8 +382,8 @@ class BNClient(NumPyClient):
         """The result of a round. The client's state is saved only after everything that can fail."""
         config = local.config
         returned = protocol.kept_keys(config, self.roles) if config.get(protocol.RETURN) else set()
-        taken = self._tensors.values_of([key for key in self.roles if key in local.sent or key in returned])
-        own = self._values_besides(local.sent)
+        taken = self._tensors.values_of([key for key in self.roles if key in local.received or key in returned])
+        own = self._values_besides(local.received)
         problem = values_problem(taken) or values_problem(own)
         if not math.isfinite(trained.loss):
             problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"

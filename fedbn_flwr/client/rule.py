@@ -9,7 +9,7 @@ training. `frozen` has the roles that do not train.
 `begin` and `adjust` work on named tensors: w are the parameters, g their gradients, and `memo` is what `begin`
 returned. If a rule is `elementwise`, these may be the tensors of several clients, stacked along a first axis, and one
 client's rule adjusts them for all. So the `adjust` of such a rule uses the operations below, or others that treat each
-element alone, and reads the memo and the config, but no attribute that differs between clients.
+element alone, and reads no attribute and no config key that differs between clients.
 """
 
 from __future__ import annotations
@@ -75,24 +75,18 @@ class LocalRound:
     """A client's round, from which a client rule reads what it needs."""
 
     config: Config  # the message's
-    sent: Collection[str]  # the keys of the model's arrays in the message; the model has their values
+    received: Collection[str]  # the keys of the model's arrays in the message; the model has their values
     # The records of arrays that come with the model. In a layer-wise round they arrive with the last message, so read
     # them in `begin` or later.
     records: dict[str, Arrays]
     state: NodeState  # arrays that the client keeps between rounds
     model: nn.Module
-    roles: Mapping[str, Role]  # the roles of the model's tensors, by key
     # One pass over the client's batches (inputs, targets); the order of the examples depends on its number.
     epoch: Callable[[int], Iterator[Batch]]
-    seed: int  # for a rule's own generators; it depends on the client's seed, the round and the client
     resources: ExitStack = field(default_factory=ExitStack)  # closed when the round ends, with the error if it fails
     # The first step of a round with exchanges, with this client's options; only rounds that train have it.
     layerwise: LayerwiseStep = field(init=False)
     optimizer: LocalOptimizer = field(init=False)  # has the parameters that train; set after the rules are made
-
-    def received(self, w: Tensors) -> Tensors:
-        """The parameters that the server has sent; the others stay on the client."""
-        return {name: value for name, value in w.items() if name in self.sent}
 
 
 class ClientRule:
@@ -101,12 +95,10 @@ class ClientRule:
     # The config keys that select this rule, unless their value is False, 0 or "". Clients without the rule raise an
     # error for keys with the prefix `fedbn.`, and ignore others.
     keys: ClassVar[Mapping[str, Key]] = {}
-    # Keys that `adjust` does not use, so that clients with different values may train at once.
-    may_differ: ClassVar[Collection[str]] = ()
     order: ClassVar[int] = 0  # the rules of a round run in ascending order
-    # Whether `adjust` treats each element of the gradients alone, and uses no attribute that differs between clients:
-    # of clients that train at once, the `adjust` of one is then called for all. A subclass with an `adjust` of its own
-    # sets it again.
+    # Whether `adjust` treats each element of the gradients alone, and reads no attribute and no config key that differs
+    # between clients: of clients that train at once, the `adjust` of one is then called for all. A subclass with an
+    # `adjust` of its own sets it again.
     elementwise: ClassVar[bool] = False
     # Whether the rule has a `loss` or changes the model: then its rounds are not compiled, and each trains alone.
     trains_alone: bool = False
@@ -141,7 +133,7 @@ class ClientRule:
         return loss
 
     def begin(self, w: Tensors) -> Memo:
-        """What the rule remembers of the received parameters until the end of the round.
+        """What the rule remembers of w, the parameters that the server has sent, until the end of the round.
 
         It must not change them; a rule that does sets `trains_alone`.
         """

@@ -270,8 +270,8 @@ def _memos(training: Training) -> list[Memo]:
 
 
 def begun(rule: ClientRule, w: Tensors) -> Memo:
-    """What the rule's `begin` returns; TypeError if it is no memo."""
-    memo = rule.begin(w)
+    """What the rule's `begin` returns for the received ones of these parameters; TypeError if it is no memo."""
+    memo = rule.begin({name: value for name, value in w.items() if name in rule.local.received})
     if not isinstance(memo, Mapping):
         raise TypeError(f"{type(rule).__name__}.begin returned {memo!r}; expected a dict, which may be empty")
     return memo

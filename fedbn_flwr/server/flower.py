@@ -109,8 +109,8 @@ class Foreign(Base):
 
     def train_messages(self, round: Round) -> list[Message]:
         self._has_trained, arrays, shown = True, round.arrays, round.arrays
-        if round.hidden:
-            shown = record_of(of_roles(arrays, frozenset(Role) - round.hidden))
+        if self.hidden:
+            shown = record_of(of_roles(arrays, frozenset(Role) - self.hidden))
         with self._drawing("train", round.number):
             messages = list(self.strategy.configure_train(round.number, shown, round.config, round.grid))
         for node, count in Counter(message.metadata.dst_node_id for message in messages).items():
@@ -122,10 +122,10 @@ class Foreign(Base):
         def whole(sent: ArrayRecord) -> ArrayRecord:
             return arrays if sent is shown else record_of({**arrays, **sent})
 
-        return [with_arrays(message, whole) for message in messages] if round.hidden else messages
+        return [with_arrays(message, whole) for message in messages] if self.hidden else messages
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
-        form = arrays_problem(reply.arrays, sent) if round.hidden else None  # `MeanStatistics` needs all arrays
+        form = arrays_problem(reply.arrays, sent) if self.hidden else None  # `MeanStatistics` needs all arrays
         if not self.needs_weights:
             return form
         keys = filter(None, (self.weighted_by_key, self.find_attribute("train_loss_key")))  # QFedAvg's weights
@@ -151,7 +151,7 @@ class Foreign(Base):
         for reply, numbers in zip(replies, metrics, strict=True):
             role_of, sent = roles(reply.arrays), reply.arrays
             # QFedAvg takes arrays by their place.
-            keys = (key for key in {**round.arrays, **sent} if key in sent and role_of[key] not in round.hidden)
+            keys = (key for key in {**round.arrays, **sent} if key in sent and role_of[key] not in self.hidden)
             arrays = pack({key: sent[key] for key in keys})
             content = RecordDict(
                 {**configs_in(reply.message.content), self.arrayrecord_key: arrays, "metrics": numbers}

@@ -46,7 +46,7 @@ from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import Reply, number_problem, partition_of, with_content
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.norms.roles import NORM_STATE, Role, roles, split
+from fedbn_flwr.norms.roles import Role, roles, split
 from fedbn_flwr.trees import Json
 
 from .bounds import InfluenceBounds
@@ -89,8 +89,6 @@ class Rule(Strategy):
     promised: Collection[str] = ()
     chain: tuple[Rule, ...]  # this rule, the one it wraps, and so on
     base: Base  # the innermost rule of the chain
-    wrapped: Rule  # the next rule of the chain
-    num_rounds: int = 0  # of the run; 0, for unknown, unless `Rule.start` started it
     _name: Mapping[str, str] = {}  # the name of the run, unless `start` started it
 
     # --- the hooks ---
@@ -100,8 +98,8 @@ class Rule(Strategy):
 
         `num_rounds` is 0, for unknown, if a strategy without hooks has started the run, as Flower's do.
         """
-        self._remember(num_rounds)
-        self.wrapped.begin(num_rounds, arrays)
+        self._remember()
+        self.chain[1].begin(num_rounds, arrays)
 
     def config(self, round: Round) -> Config:
         """The config keys that ask clients to apply the client rule.
@@ -135,22 +133,22 @@ class Rule(Strategy):
 
     def weights(self, round: Round, replies: Sequence[Reply]) -> list[float]:
         """p_i, the weight of each reply, up to scale: by default the client's number of examples."""
-        return self.wrapped.weights(round, replies)
+        return self.chain[1].weights(round, replies)
 
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         """The new model."""
-        return self.wrapped.combine(round, replies, weights)
+        return self.chain[1].combine(round, replies, weights)
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """Update the state from the replies that were combined into the new model."""
 
     def global_model(self, round: Round) -> ArrayRecord:
         """The model for use outside the federation, where `round.arrays` is the result of the round."""
-        return self.wrapped.global_model(round)
+        return self.chain[1].global_model(round)
 
     def notes(self) -> Json:
         """The entries in the run's summary, for instance the round in which the strategy froze batch norm."""
-        return self.wrapped.notes()
+        return self.chain[1].notes()
 
     # --- what Flower calls on the outermost rule ---
 
@@ -183,12 +181,9 @@ class Rule(Strategy):
     ) -> Iterable[Message]:
         if server_round == 1 and protocol.RUN not in config:
             # A strategy around this one has started the run, as Flower's for privacy do.
-            self.begin(self.num_rounds, arrays)
+            self.begin(0, arrays)
             self._name = _drawn_name()
-        # A rule that makes the statistics itself hides them from a strategy of Flower that it wraps.
-        hidden = NORM_STATE if any("statistics" in rule.restores for rule in self.chain) else frozenset[Role]()
-        round = Round(server_round, arrays, self._named(config), grid, hidden)
-        return prepare(self.chain, self.base, round, config)
+        return prepare(self.chain, self.base, Round(server_round, arrays, self._named(config), grid), config)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -202,9 +197,9 @@ class Rule(Strategy):
 
     # --- the state ---
 
-    def _remember(self, num_rounds: int) -> None:
+    def _remember(self) -> None:
         """Begin a run without memory; SettingsError names a value that a checkpoint could not save."""
-        self.memory, self.num_rounds = self.Memory(), num_rounds
+        self.memory = self.Memory()
         try:
             dump([vars(self.memory)])
         except ValueError as error:
@@ -257,6 +252,7 @@ class Base(Rule):
     arrayrecord_key: str = "arrays"
     configrecord_key: str = "config"
     bounds: InfluenceBounds | None = None
+    hidden: frozenset[Role] = frozenset()  # roles that a rule around it combines, and a strategy of Flower doesn't see
     # The error for a model that tracks statistics, with a place for its first such key; None accepts these models.
     without_statistics: ClassVar[str | None] = None
     min_train_nodes: int = 1  # usable replies that a round needs
@@ -314,7 +310,7 @@ class Base(Rule):
         if tracked and self.without_statistics:
             raise SettingsError(self.without_statistics.format(tracked[0]))
         self._unnumbered = set()
-        self._remember(num_rounds)
+        self._remember()
 
     def global_model(self, round: Round) -> ArrayRecord:
         return round.arrays

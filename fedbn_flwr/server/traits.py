@@ -20,7 +20,6 @@ class Round:
     arrays: ArrayRecord  # the global model that the round begins with
     config: ConfigRecord  # of the messages to all clients; in `config()` without the keys of wrapped rules
     grid: Grid
-    hidden: frozenset[Role] = frozenset()  # the roles that a strategy of Flower does not see
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.norms.roles import NORM_STATE
 
 from .bounds import refuse_bounds
 from .flower import as_rule
@@ -54,9 +55,11 @@ class Wrapper(Rule):
                 found = f"the class {given}; write {given}()"
             raise TypeError(f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); found {found}")
         self.strategy = strategy
-        self.wrapped = wrapped = as_rule(strategy)
-        self.chain, self.base = (self, *wrapped.chain), wrapped.base
-        self.traits, self.memory = wrapped.traits | self.traits, self.Memory()
+        inside = as_rule(strategy)
+        self.chain, self.base = (self, *inside.chain), inside.base
+        self.traits, self.memory = inside.traits | self.traits, self.Memory()
+        if "statistics" in self.restores:
+            self.base.hidden = NORM_STATE
         own = type(self)
         if own.weights is not Rule.weights and own.combine is Rule.combine:  # those inside must use them
             needs = {"weights": "{outer} has others; wrap one of fedbn_flwr.strategies, for instance FedAvg()", **needs}
@@ -73,10 +76,10 @@ class Wrapper(Rule):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         round = evaluation_round(self, server_round, arrays, config, grid)
-        return self.wrapped.configure_evaluate(server_round, arrays, round.config, grid)
+        return self.chain[1].configure_evaluate(server_round, arrays, round.config, grid)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        return self.wrapped.aggregate_evaluate(server_round, replies)
+        return self.chain[1].aggregate_evaluate(server_round, replies)
 
     def summary(self) -> None:
         self.strategy.summary()

@@ -55,7 +55,6 @@ class Addressed(Wrapper):
 
 class AddressedClient(ClientRule):
     keys = {"address": Key("int", "report what was received")}
-    may_differ = {"address"}
 
     def begin(self, w: Tensors) -> dict[str, Any]:
         self.model = float(w[BIAS].flatten()[0])

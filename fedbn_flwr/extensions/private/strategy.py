@@ -143,6 +143,10 @@ class Private(Wrapper):
 
     # --- the hooks ---
 
+    def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
+        super().begin(num_rounds, arrays)
+        self._num_rounds = num_rounds
+
     def problem(self, round: Round, reply: Reply) -> str | None:
         """Strategies of Flower only compare the replies' arrays with each other."""
         return None if self._release is None else arrays_problem(reply.arrays, unpack(round.arrays), self._release.keys)
@@ -252,5 +256,5 @@ class Private(Wrapper):
         }
 
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
-        if round.number == self.num_rounds:
+        if round.number == self._num_rounds:
             LOG.info("%s", self._report()["in_words"])

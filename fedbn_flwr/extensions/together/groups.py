@@ -69,10 +69,7 @@ class Row:
         training, step = self.training, self.training.first_step
         group = training.optimizer.torch.param_groups[0]
         options = tuple((name, group[name]) for name in _OPTIONS)
-        rules = tuple(
-            (type(rule), *((key, str(rule.local.config.get(key))) for key in rule.keys if key not in rule.may_differ))
-            for rule in training.rules
-        )
+        rules = tuple(map(type, training.rules))
         first = next(iter(self.tensors.values()))
         exchanges = (
             (step.fused, step.backward, *(shape[1:] for shape in self.shapes[0]))

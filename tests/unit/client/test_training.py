@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,8 @@ def trained(
 ) -> Trained:
     momentum, parameters = more.pop("momentum", 0.0), {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer("sgd", parameters, lr, momentum=momentum, clip=clip)
+    for rule in rules:
+        rule.local = SimpleNamespace(received=parameters)  # type: ignore[assignment]
     return train(Training(model, data, optimizer, F.cross_entropy, CPU, rules, **more))
 
 
