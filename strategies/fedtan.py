@@ -236,10 +236,14 @@ class FedTANII(FixBN):
     ----------
     fedtan_rounds : int | float (default: 0.1)
         M, a number of rounds as an int or a fraction of all rounds as a float.
+    lr_factor : float | None (default: None)
+        As in FixBN.
     """
 
     wraps = FedTAN
     argument = "fedtan_rounds"
 
-    def __init__(self, *, fedtan_rounds: LastFree = 0.1, **options: Any) -> None:
-        super().__init__(self.wraps(**options), freeze_round=fedtan_rounds)
+    def __init__(
+        self, *, fedtan_rounds: LastFree = 0.1, lr_factor: Annotated[float, Gt(0)] | None = None, **options: Any
+    ) -> None:
+        super().__init__(self.wraps(**options), freeze_round=fedtan_rounds, lr_factor=lr_factor)

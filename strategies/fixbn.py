@@ -85,6 +85,9 @@ class FixBN(Wrapper):
     refresh : float | None (default: None)
         How far each frozen round moves the statistics towards the moments of its batches, 0 to 1; FBN is 0.1 with
         `freeze_round=0`. None keeps the statistics.
+    lr_factor : float | None (default: None)
+        Clients multiply their learning rate by this factor after the freeze, instead of an experiment's
+        `train.schedule.switch`.
     """
 
     argument = "freeze_round"  # the name of the argument T*, for errors
@@ -102,6 +105,7 @@ class FixBN(Wrapper):
         freeze_round: FreezeRound = 0.5,
         freeze: Frozen = ("statistics",),
         refresh: Annotated[float, Gt(0), Le(1)] | None = None,
+        lr_factor: Annotated[float, Gt(0)] | None = None,
     ) -> None:
         cure = (
             "FixBN would freeze values that are not data statistics; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
@@ -114,7 +118,7 @@ class FixBN(Wrapper):
         super().__init__(strategy, needs)
         self.freeze_round = freeze_round
         self.freeze = frozenset(map(Role, [freeze] if isinstance(freeze, str) else freeze))
-        self.refresh = refresh
+        self.refresh, self.lr_factor = refresh, lr_factor
         self.memory.switch_round = switch_of(freeze_round)
         self._check_others()
         if refresh is not None:
@@ -178,7 +182,8 @@ class FixBN(Wrapper):
         if self._is_free(round):
             return {}
         frozen = protocol.join(self.freeze | frozen_roles(round.config))  # a strategy around it may freeze others
-        return {FREEZE: frozen, **({MOMENTS: True} if self.refresh else {})}
+        slower = {} if self.lr_factor is None else {protocol.LR_FACTOR: float(self.lr_factor)}
+        return {FREEZE: frozen, **slower, **({MOMENTS: True} if self.refresh else {})}
 
     @mean_is_enough
     def problem(self, round: Round, reply: Reply) -> str | None:

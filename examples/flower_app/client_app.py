@@ -29,15 +29,13 @@ def load_data():
 def make_client(context):
     """Each node has its share of the sorted images: of five nodes each has two classes."""
     node, nodes = context.node_config["partition-id"], context.node_config["num-partitions"]
-    config = context.run_config
-    freeze = config["freeze-round"] * config["num-server-rounds"]
     train, test = (Subset(of, range(len(of) * node // nodes, len(of) * (node + 1) // nodes)) for of in load_data())
     return BNClient(
         Net(),
         DataLoader(train, batch_size=32, shuffle=True),
         DataLoader(test, batch_size=128),
-        lr=lambda server_round: config["frozen-learning-rate" if server_round > freeze else "learning-rate"],
-        steps=config["local-steps"],
+        lr=context.run_config["learning-rate"],
+        steps=context.run_config["local-steps"],
     )
 
 

@@ -16,7 +16,8 @@ def main(grid, context):
     """Train for the number of rounds of the run config."""
     config = context.run_config
     torch.manual_seed(0)
-    strategy = FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=config["freeze-round"])
+    base, freeze, factor = FedAvg(fraction_evaluate=0.0), config["freeze-round"], config["lr-factor"]
+    strategy = FixBN(base, freeze_round=freeze, lr_factor=factor)
     arrays = ArrayRecord(Net().state_dict())
     strategy.start(grid, arrays, num_rounds=config["num-server-rounds"], evaluate_fn=evaluate)
 

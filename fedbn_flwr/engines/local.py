@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
+from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, client_number
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import MissingPackage, install
+from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
 
@@ -205,6 +207,13 @@ class LocalGrid(Capabilities, Grid):
     def contexts(self) -> Mapping[int, Context]:
         """The nodes' contexts. A state changes only when a worker has finished the node's message or round."""
         return self._pool.contexts()
+
+    def client_models(self, arrays: ArrayRecord) -> dict[int, ArrayRecord]:
+        """Each client's model, by its number: the `arrays` of a run's result, and what the client keeps (FedBN)."""
+        return {
+            client_number(context): record_of({**arrays, **pack(NodeState(context.state).load(LOCAL_ARRAYS))})
+            for context in self.contexts().values()
+        }
 
     def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
         is_able = isinstance(self._nodes.client_app, ContinuesParked)

@@ -52,8 +52,7 @@ RUN_KEYS = {
     ),
     LR_FACTOR: Key(
         "float",
-        "multiply the round's learning rate by this factor; experiments send it after a freeze or switch, a Flower app "
-        "doesn't",
+        "multiply the round's learning rate by this factor, after a freeze or switch",
     ),
     KEPT: Key("names, comma separated", "keep its own arrays of these roles, layers or patterns, which are not sent"),
     RETURN: Key("true", f"send the arrays of `{KEPT}` back in addition to the received ones"),

@@ -21,6 +21,7 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN, Standalone
 from tests.support.federations import Federations, last_model, replaced, same
+from tests.support.twins import by_hand
 
 STATISTICS = {"1.running_mean", "1.running_var"}
 AFFINE = {"1.weight", "1.bias"}
@@ -137,6 +138,18 @@ def test_arrays_that_clients_do_not_send_may_be_inside_mean_statistics(federatio
     fed = federation((8, 12))
     rule = functools.partial(FedAvg, kept="affine", global_kept="initial")
     assert same(last_model(fed, MeanStatistics(rule()), 2), last_model(fed, rule(), 2))
+
+
+@every_rule
+def test_a_grid_has_each_client_s_model_after_the_run(federation: Federations, rule: str) -> None:
+    make, local = RULES[rule]
+    fed = federation((8, 12), dtype=torch.float64, lr=0.1)
+    grid = fed.grid()
+    result = make().start(grid, fed.arrays(), num_rounds=2)
+    found, (_, expected) = grid.client_models(result.arrays), by_hand(fed, 2, local)
+    for client, model in enumerate(expected):
+        for key, value in model.state_dict().items():
+            np.testing.assert_allclose(found[client][key].numpy(), value, rtol=1e-11, atol=1e-13, err_msg=key)
 
 
 # --- composed ----------------------------------------------------------------

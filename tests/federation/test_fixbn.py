@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 import statistics
+from functools import partial
 from typing import Any
 
 import flwr.serverapp.strategy as flower
@@ -19,8 +20,8 @@ from torch import nn
 
 from fedbn_flwr import BNClient, client_app, convert_norm
 from fedbn_flwr.errors import RunFailed, SettingsError
-from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN
-from tests.support.federations import Arrays, Federations, failing, models_of, near
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTANII, FixBN, MeanStatistics, SiloBN
+from tests.support.federations import Arrays, Federations, failing, models_of, near, same
 from tests.support.twins import sgd, union
 
 STATISTICS = {"1.running_mean", "1.running_var"}
@@ -331,3 +332,14 @@ def test_a_client_that_keeps_its_statistics_finds_them_in_its_first_round_after_
 def test_a_strategy_of_flower_around_one_that_keeps_arrays_is_refused_inside_it() -> None:
     with pytest.raises(SettingsError, match=r"contains FedBN, which keeps arrays on the clients.*cannot wrap it"):
         FixBN(private(FedBN()), freeze_round=1)
+
+
+@pytest.mark.parametrize(
+    "make", [partial(FixBN, FedAvg(), freeze_round=2), partial(FedTANII, min_batch=1, fedtan_rounds=2)]
+)
+def test_the_rate_may_fall_with_the_freeze(federation: Federations, make: Any) -> None:
+    """As if it were a function of the round on the client."""
+    fed = federation((8, 12), lr=0.1)
+    found = models_of(fed, make(lr_factor=0.5), 4)[-1]
+    fed.options["lr"] = lambda server_round: 0.1 if server_round <= 2 else 0.05
+    assert same(found, models_of(fed, make(), 4)[-1])
