@@ -13,7 +13,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.registry import STRATEGIES
-from fedbn_flwr.strategies import FedTAN, Secure
+from fedbn_flwr.strategies import FedTAN, Secure, as_rule
 from tests.support.command import ROOT, python_blocks
 
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "strategies").glob("*.md")}
@@ -33,6 +33,9 @@ def test_the_page_has_all_parts_and_a_valid_experiment(page: str, tmp_path: Path
     text = PAGES[page]
     headings = re.findall("^## (.*)$", text, re.MULTILINE)
     assert headings == ["Idea", "Equation", "Settings", "Cost", "When it fails"]
+    names: dict[str, Any] = {}
+    for code in python_blocks(text):  # the first one is how a Flower app uses the strategy
+        exec(code, names)
     blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert blocks
     for block in blocks:
@@ -41,6 +44,9 @@ def test_the_page_has_all_parts_and_a_valid_experiment(page: str, tmp_path: Path
         file.write_text("model: {name: cnn}\n" * ("model:" not in block) + block)
         (prepared,) = prepare(load_experiment(str(file), []))
         assert type(prepared.rule).__name__ in text.splitlines()[0]
+        if block == blocks[0] and "strategy" in names:  # an experiment puts MeanStatistics around Flower's strategies
+            assert str(names["strategy"]) == str(prepared.rule)
+            assert str(as_rule(names["strategy"]).base) == str(prepared.rule.base)
 
 
 def test_the_comparison_combines_the_same_strategies_in_python_and_in_a_file(tmp_path: Path) -> None:
