@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -16,18 +17,19 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from flwr.app import Context, RecordDict
 
 from fedbn_flwr import LocalGrid
-from tests.support.command import ROOT, environment, fedbn
+from tests.support.command import ROOT, environment, fedbn, python_blocks
 from tests.support.network import wait_for
 from tests.support.packages import CLEAN, UV, needs_uv, run
 
 EXAMPLE = ROOT / "examples" / "flower_app"
 PAGE = (ROOT / "docs" / "flower.md").read_text(encoding="utf-8")
-NODES = 5
+NODES = 4
 FEDERATION = ("--federation-config", f"num-supernodes={NODES} client-resources-num-cpus=1")
 CLIENT, SERVER = "client_app", "server_app"
 
@@ -46,38 +48,59 @@ def imported(folder: Path) -> Iterator[tuple[ModuleType, ModuleType]]:
         try:
             yield __import__(CLIENT), __import__(SERVER)
         finally:
-            for name in (CLIENT, SERVER):
+            for name in (CLIENT, SERVER, "task"):
                 sys.modules.pop(name, None)
 
 
-def here(folder: Path, **changes: float) -> None:
-    """The app on the local engine; it prints."""
-    config = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"] | changes
-    with imported(folder) as (client, server), LocalGrid(client.app, NODES, threads=1, run_config=config) as grid:
+@pytest.fixture
+def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the app with its images, which is the current folder."""
+    folder = Path(shutil.copytree(EXAMPLE, tmp_path / "flower_app", ignore=shutil.ignore_patterns("__pycache__")))
+    monkeypatch.chdir(folder)
+    runpy.run_path("make_images.py")
+    return folder
+
+
+def here(capsys: pytest.CaptureFixture[str], **changes: object) -> dict[int, float]:
+    """What the app in the current folder prints on the local engine."""
+    config = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"] | changes
+    capsys.readouterr()
+    with imported(Path.cwd()) as (client, server), LocalGrid(client.app, NODES, threads=1, run_config=config) as grid:
         server.app(grid, Context(1, 0, {}, RecordDict(), config))
+    return accuracies(capsys.readouterr().out)
+
+
+def test_the_guide_prints_the_example_s_files() -> None:
+    blocks = python_blocks(PAGE)
+    assert [(EXAMPLE / name).read_text().strip() for name in ("task.py", "client_app.py", "server_app.py")] == [
+        block.strip() for block in blocks[:3]
+    ]
 
 
 @pytest.mark.slow
-def test_the_guide_shows_what_the_example_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(EXAMPLE, tmp_path / "app"))
-    here(folder)
-    found, shown = accuracies(capsys.readouterr().out), accuracies(PAGE)
-    assert shown.keys() <= found.keys()
+def test_the_guide_shows_what_the_example_prints(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, shown = here(capsys), accuracies(PAGE)
     assert len(shown) == 5
     # Other processors round differently, and what a round amplifies.
-    assert found[0] == shown[0]
     assert {number: found[number] for number in shown} == pytest.approx(shown, abs=5)
-    assert found[60] == pytest.approx(shown[60], abs=2)
-    here(folder, **{"num-server-rounds": 3, "freeze-round": 0.5})
-    (few,) = re.findall(r"`num-server-rounds=3 freeze-round=0\.5` it has five, and ends at ([\d.]+)%", PAGE)
-    assert accuracies(capsys.readouterr().out)[3] == pytest.approx(float(few), abs=2)
-    server = folder / "server_app.py"
-    bare = re.sub(r"FixBN\((FedAvg\(.*?\)), freeze_round=.*\)", r"\1", server.read_text())
-    assert bare != server.read_text()
-    server.write_text(bare)
-    here(folder)
-    (without,) = re.findall(r"With `FedAvg` instead the app ends at ([\d.]+)%", PAGE)
-    assert accuracies(capsys.readouterr().out)[60] == pytest.approx(float(without), abs=2)
+    stated = {name: float(value) for name, value in re.findall(r"^\| `(\w+)` \| ([\d.]+)% \|", PAGE, re.MULTILINE)}
+    ends = {name: here(capsys, strategy=name)[20] for name in ("FedAvg", "FixBN")} | {"FedBN": found[20]}
+    assert ends == pytest.approx(stated, abs=6)
+    (few,) = re.findall(r"it takes 24, and ends at ([\d.]+)%", PAGE)
+    assert here(capsys, strategy="FixBN", **{"num-server-rounds": 4})[4] == pytest.approx(float(few), abs=6)
+    server = app / "server_app.py"
+    server.write_text(server.read_text().replace(", lr_factor=0.1", ""))
+    (high,) = re.findall(r"Without it this\s+run ends at ([\d.]+)%", PAGE)
+    assert here(capsys, strategy="FixBN")[20] == pytest.approx(float(high), abs=8)
+
+
+@pytest.mark.slow
+def test_the_guide_s_other_code_runs(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with imported(app) as (client, _):
+        names: dict[str, Any] = {"make_client": client.make_client}
+        for block in python_blocks(PAGE)[3:]:
+            exec(block, names)
+    assert 2 in accuracies(capsys.readouterr().out), "of the script with a LocalGrid"
 
 
 def free_ports(count: int) -> list[int]:
@@ -139,35 +162,32 @@ def is_healthy(port: int) -> bool:
 @needs_uv
 @pytest.mark.parametrize("installs", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_flwr_run_carries_out_the_example(
-    installs: bool, clean_environment: Path, wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    installs: bool, clean_environment: Path, wheel: Path, app: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the installation Flower may lose the heartbeat of a run longer than 90 s, so this one is short."""
-    folder = Path(shutil.copytree(EXAMPLE, tmp_path / "flower_app", ignore=shutil.ignore_patterns("__pycache__")))
-    changes = {"num-server-rounds": 3 if installs else 20, "freeze-round": 0.5}
-    here(folder, **changes)
-    expected = accuracies(capsys.readouterr().out)
-    project = folder / "pyproject.toml"
+    changes = {"num-server-rounds": 3, "images": str(app / "images")}
+    expected = here(capsys, **changes)
+    project = app / "pyproject.toml"
     text = project.read_text()
     assert text.count("file:///PATH/TO/CLONE") == 1
     project.write_text(text.replace("file:///PATH/TO/CLONE", wheel.as_uri()))
     run(str(UV), "pip", "install", "-p", clean_environment / "python", "scikit-learn", cwd=tmp_path)
-    flwr, config = clean_environment / "flwr", " ".join(f"{key}={value}" for key, value in changes.items())
+    flwr = clean_environment / "flwr"
+    config = f"num-server-rounds=3 images={json.dumps(changes['images'])}"
     with superlink(clean_environment, tmp_path, installs) as variables:
-        printed = run(flwr, "run", ".", "--stream", *FEDERATION, "--run-config", config, cwd=folder, **variables)
-        (listed,) = json.loads(run(flwr, "ls", "--format", "json", cwd=folder, **variables))["runs"]
+        printed = run(flwr, "run", ".", "--stream", *FEDERATION, "--run-config", config, cwd=app, **variables)
+        (listed,) = json.loads(run(flwr, "ls", "--format", "json", cwd=app, **variables))["runs"]
     assert listed["status"] == "finished:completed", printed
     found = accuracies(printed)
     assert found.keys() == expected.keys()
-    # A newer PyTorch, which the app's own dependencies allow, may round differently.
-    assert found == (pytest.approx(expected, abs=5) if installs else expected)
-    assert installs or found[20] > 65, "FixBN's first ten rounds are ordinary batch norm"
+    # The app's loader shuffles, and actors draw in another order; a newer PyTorch may round differently.
+    assert found == pytest.approx(expected, abs=25)
 
 
 @pytest.mark.slow
-def test_fedbn_flwr_run_carries_out_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = Path(shutil.copytree(EXAMPLE, tmp_path / "flower_app", ignore=shutil.ignore_patterns("__pycache__")))
-    here(folder, **{"num-server-rounds": 2})
-    expected = accuracies(capsys.readouterr().out)
-    done = fedbn("flwr", "run", folder, *FEDERATION, "--run-config", "num-server-rounds=2", cwd=tmp_path)
+def test_fedbn_flwr_run_carries_out_the_example(app: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = here(capsys, **{"num-server-rounds": 2})
+    words = ("--engine", "local", "--workers", "0", "--federation-config", f"num-supernodes={NODES}")
+    done = fedbn("flwr", "run", ".", *words, "--run-config", "num-server-rounds=2", cwd=app)
     assert done.returncode == 0, done.stdout + done.stderr
     assert accuracies(done.stdout) == expected
