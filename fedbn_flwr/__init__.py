@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .client.app import client_app
     from .client.client import BNClient
     from .engines.local import LocalGrid
-    from .experiment.api import run, run_all
+    from .experiment.api import evaluate, run, run_all
     from .experiment.settings import Settings
     from .models.build import build_model
     from .norms.compound import declare_batch_norm
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "run",
     "run_all",
+    "evaluate",
     "Result",
     "Results",
     "Settings",
@@ -41,6 +42,7 @@ __all__ = [
 _MODULES = {
     "run": ".experiment.api",
     "run_all": ".experiment.api",
+    "evaluate": ".experiment.api",
     "Result": ".results.result",
     "Results": ".results.result",
     "Settings": ".experiment.settings",

@@ -258,6 +258,7 @@ TABLES: dict[str, Callable[[], Table]] = {
             "new",
             "explain",
             "run",
+            "evaluate",
             "status",
             "report",
             "partition",

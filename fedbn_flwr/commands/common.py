@@ -43,6 +43,18 @@ def add_experiment(parser: argparse.ArgumentParser, changes: str) -> None:
     parser.add_argument("--size", metavar="NAME", help="a size that the file defines; `paper`: the file as it is")
 
 
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine", dest="engine.name", choices=("local", "ray"), help="local: this machine; ray: a Ray cluster"
+    )
+    parser.add_argument(
+        "--device",
+        dest="engine.device",
+        choices=("auto", "cpu", "cuda"),
+        help="device for training (auto: a GPU if there is one)",
+    )
+
+
 _SETTINGS = ("size", "engine.name", "engine.device")
 
 

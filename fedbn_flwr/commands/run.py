@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedbn_flwr.startup import loading
 
-from .common import Commands, add_command, add_experiment, continued_by, overrides_of
+from .common import Commands, add_command, add_engine, add_experiment, continued_by, overrides_of
 
 
 def add(commands: Commands) -> None:
@@ -21,15 +21,7 @@ def add(commands: Commands) -> None:
         epilog="Example: fedbn run demo rounds=10 train.lr=0.05 --out runs/try",
     )
     add_experiment(parser, "rounds=10 train.lr=0.05")
-    parser.add_argument(
-        "--engine", dest="engine.name", choices=("local", "ray"), help="local: this machine; ray: a Ray cluster"
-    )
-    parser.add_argument(
-        "--device",
-        dest="engine.device",
-        choices=("auto", "cpu", "cuda"),
-        help="device for training (auto: a GPU if there is one)",
-    )
+    add_engine(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the run folders (runs/NAME-TIME)")
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="runs at the same time (one per core, if there are as many runs)"

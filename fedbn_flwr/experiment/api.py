@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .data import forget_data
 from .file.content import check_mapping, follow_extends, read_content
 from .file.layers import changes_of, read_experiment
 from .node import free_models
+from .run.judge import Judged
 from .run.launch import carry_out, check_failures, is_begun, run_folders
 from .settings import Experiment, Settings
 
@@ -118,6 +120,34 @@ def run_all(
     return _carry_out(_planned(experiment, only, changes), out, resume, progress, node_config, jobs)
 
 
+def evaluate(
+    experiment: Source,
+    *models: str | Path | Result,
+    only: str | None = None,
+    out: str | Path | None = None,
+    node_config: NodeConfig | Sequence[NodeConfig] | None = None,
+    **changes: Any,
+) -> Judged:
+    """Lets all clients of an experiment evaluate given models on their own test examples, without training.
+
+    Parameters
+    ----------
+    models
+        Results, run folders, or files of weights by safetensors or `torch.save`. Others are compared with the first.
+    """
+    files = [str(model.folder if isinstance(model, Result) else model) for model in models]
+    planned = _planned(experiment, only, {**changes, "rounds": 0})
+    (run, *others) = planned.runs
+    given = run.evaluate.model_copy(update={"models": tuple(files)})
+    planned = replace(planned, runs=(run.model_copy(update={"evaluate": given}), *others))
+    with _settings_of_the_process():
+        forget_data()
+        folder = out_folder(planned.name, out, resume=False)
+        judged = carry_out(planned, folder, resume=False, quiet=True, node_config=node_config).judged
+    assert judged is not None, "there are no rounds"
+    return judged
+
+
 def _planned(source: Source, only: str | Sequence[str] | None, changes: Tree) -> Experiment:
     if isinstance(source, Settings):
         source = source.model_dump(mode="json")
@@ -166,6 +196,10 @@ def _carry_out(
         raise SettingsError(f"node_config is for the local engine, found engine.name={first.engine.name!r}")
     if node_config is not None and not isinstance(node_config, Mapping) and len(node_config) != first.clients:
         raise SettingsError(f"node_config has {len(node_config)} entries, but there are {first.clients} clients")
+    if not first.rounds:
+        raise SettingsError(
+            "rounds is 0, and nothing is trained; fedbn_flwr.evaluate(experiment, model) measures models"
+        )
     folder = out_folder(planned.name, out, resume=resume)
     resume = resume and is_begun(planned, folder)
     with _settings_of_the_process():

@@ -204,7 +204,7 @@ def check_training(parts: Parts) -> None:
     run, shape = parts.run, parts.shape
     train = run.train
     _check_strategy(run, parts.rule)
-    for server_round in (1, run.rounds):
+    for server_round in (1, run.rounds) if run.rounds else ():
         learning_rate(run, server_round)
     if train.optimizer != "sgd":
         try:

@@ -397,6 +397,11 @@ class Evaluate(Section):
         ge=0,
         le=0.5,
     )
+    models: Several[str] = setting(
+        (),
+        "with `rounds: 0`, what the clients evaluate: run folders, or files of weights by safetensors or "
+        "`torch.save`, on the server's disk; also `fedbn evaluate --model`",
+    )
     patience: Positive | None = setting(
         None,
         "rounds without a better result after which the run ends, on the validation examples or, without them, the "
@@ -512,7 +517,12 @@ class Settings(Section):
 
     name: Line = setting("experiment", "prefix of the output folder")
     label: Line = ""
-    rounds: Positive = setting(10, "rounds of training")
+    rounds: int = setting(
+        10,
+        "rounds of training; with 0 the clients only [evaluate given models](clients.md#models-without-training)",
+        ge=0,
+        le=1_000_000,
+    )
     clients: Positive = setting(5, "number of clients, partitions and nodes")
     seed: int = setting(
         0,
@@ -553,7 +563,9 @@ class Settings(Section):
                 f"numbers 0 to {self.clients - 1}, so that others train"
             )
         warmup, steps = self.model.brn.warmup, self.rounds * (self.train.steps or 0)
-        if self.model.norm == "brn" and self.train.steps is not None and warmup >= steps:
+        if self.evaluate.models and self.rounds:
+            yield f"evaluate.models are evaluated instead of training, but rounds is {self.rounds}; set it to 0"
+        if self.model.norm == "brn" and steps and warmup >= steps:
             yield (
                 f"model.norm: brn is batch norm in a client's first {warmup} steps (model.brn.warmup), and a client "
                 f"takes at most {steps} steps in this run; set a smaller warmup"

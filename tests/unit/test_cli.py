@@ -29,7 +29,7 @@ QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
         (["data.partition.alph=1"], ["'data.partition.alph'", "'alpha'"]),
         (["rounds=three"], ["rounds", "'three'", "whole number"]),
         (["train.lr=fast"], ["train.lr", "'fast'", "number"]),
-        (["rounds=0"], ["rounds", "0"]),
+        (["rounds=-1"], ["rounds", "-1"]),
         (["rounds"], ["'rounds'", "key=value"]),
         (["data.name=/no/such/folder"], ["data.name", "/no/such/folder"]),
         (["data.name=digits", "data.classes=7"], ["data.classes is 7", "10 classes"]),

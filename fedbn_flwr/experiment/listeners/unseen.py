@@ -12,12 +12,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 
 from fedbn_flwr.client.evaluation import name_of
 from fedbn_flwr.errors import LOG, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import record_of
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import reason_of
 from fedbn_flwr.norms.roles import split
 from fedbn_flwr.results.metric_key import MetricKey
@@ -62,9 +63,7 @@ class Unseen(Listener):
         if way == "own" and kept:
             arrays = record_of(split(arrays, prepared.rule.traits.local_keys(arrays))[1])
             config[protocol.KEPT] = protocol.join(kept)
-        content = RecordDict({prepared.rule.base.arrayrecord_key: arrays, "config": ConfigRecord(config)})
-        messages = [Message(content, node, MessageType.EVALUATE) for node in running.federation.unseen.values()]
-        replies = running.grid.send_and_receive(messages, timeout=running.run.engine.timeout)
+        replies = evaluated_by(running, running.federation.unseen.values(), arrays, config)
         clients = {node: client for client, node in running.federation.unseen.items()}
         for reply in replies:
             if reply.has_error():
@@ -73,6 +72,13 @@ class Unseen(Listener):
         names = dict.fromkeys((prepared.task.main, *prepared.task.reported, *map(name_of, prepared.metrics)))
         found = values_of(replies, "test_examples")
         return {client: dict(_chosen(values, names, f"unseen_{way}")) for client, values in found.items()}
+
+
+def evaluated_by(running: Running, nodes: Iterable[int], arrays: ArrayRecord, config: Config) -> list[Message]:
+    """The replies of these nodes, which evaluate the same model."""
+    content = RecordDict({running.prepared.rule.base.arrayrecord_key: arrays, "config": ConfigRecord({**config})})
+    messages = [Message(content, node, MessageType.EVALUATE) for node in nodes]
+    return list(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
 
 
 def _chosen(values: Mapping[str, float], names: Iterable[str], whose: str) -> Iterator[tuple[str, float]]:

@@ -36,15 +36,16 @@ from ..prepare import check_moments
 from ..settings import Settings, strategy_name
 
 
-def meet(running: Running, done: int) -> Running:
+def meet(running: Running, done: int, *, agrees: bool = True) -> Running:
     """Ask the nodes who they are and, if the run needs them, agree with them on the moments of their data.
 
-    A run that resumes after round `done` has agreed before.
+    A run that resumes after round `done` has agreed before, and a trained model has its moments (`agrees` is False).
     """
     asked = {protocol.EXCHANGE_MIN_BATCH: least} if (least := running.prepared.rule.traits.min_batch) else {}
     federation = check_nodes(running.grid, running.run, {**running.identity, protocol.ROUND: done, **asked})
     _check_columns(running.prepared, federation.columns)
-    if running.run.data.normalise == "moments" and (running.prepared.dataset is None or federation.own_data):
+    is_own = running.prepared.dataset is None or federation.own_data
+    if agrees and running.run.data.normalise == "moments" and is_own:
         running.prepared.agreed = running.folder.agreed() if done else agree(running, federation.nodes)
     return replace(running, federation=federation)
 

@@ -45,6 +45,7 @@ from ..parts import Parts
 from ..prepare import prepare
 from ..settings import Experiment, completed
 from .at_once import clients_at_once
+from .judge import FILE, Judged, judge
 from .loop import run_one
 from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
 
@@ -53,6 +54,7 @@ from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
 class Outcome:
     report: str
     failures: Sequence[str]  # failed runs, each with its reason
+    judged: Judged | None = None  # of an experiment without rounds
 
     def announce(self) -> None:
         print(f"\n{self.report}", flush=True)
@@ -108,6 +110,9 @@ def run_experiment(
     They follow one another, or `jobs` of them run side by side (None: as many as suits them, see `jobs_of`).
     `own_data`: nodes may have data of their own.
     """
+    if experiment.runs[0].rounds == 0:
+        judged = judge(experiment, make_grid, out, own_data=own_data)
+        return Outcome(f"{judged}\nevaluation: {from_here(out / FILE)}", (), judged)
     folders = open_folders(experiment, out, resume=resume)
     given = [run.model_dump(mode="json") for run in experiment.runs]
     ended = {place: folder.end(given[place]) for place, folder in enumerate(folders)} if resume else {}

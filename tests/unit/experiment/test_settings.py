@@ -63,7 +63,7 @@ def test_an_unknown_key_is_answered_by_its_section_alone(text: str, end: str) ->
         ("rounds: '3'", ["rounds is '3': expected a whole number"]),
         ("rounds: 3.0", ["rounds is 3.0: expected a whole number"]),
         ("rounds: true", ["rounds is True: expected a whole number"]),
-        ("rounds: 0", ["rounds is 0: expected at least 1"]),
+        ("rounds: -1", ["rounds is -1: expected at least 0"]),
         ("seed: -1", ["seed is -1"]),
         ("train: {lr: fast}", ["train.lr is 'fast': expected a number"]),
         ("train: {lr: 0}", ["train.lr is 0: expected a number above 0"]),

@@ -1,0 +1,49 @@
+"""`fedbn evaluate`: given models at all clients of an experiment, without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from fedbn_flwr.startup import loading
+
+from .common import Commands, add_command, add_engine, add_experiment, overrides_of
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "evaluate",
+        evaluate,
+        summary="evaluate given models at all clients, without training",
+        description=(
+            "Let each client of an experiment evaluate one or more given models on its own test examples; nothing is "
+            "trained. Further models are compared with the first one, in pairs by client."
+        ),
+        epilog="Example: fedbn evaluate mine.yaml --model runs/old/FedAvg --model runs/new/FedBN",
+    )
+    add_experiment(parser, "clients=10")
+    parser.add_argument(
+        "--model",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="a run folder, or weights by safetensors or torch.save; give the option again for another model",
+    )
+    add_engine(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for evaluation.json (runs/NAME-TIME)")
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    import logging
+
+    with loading():
+        from fedbn_flwr.experiment.file.layers import load_experiment
+        from fedbn_flwr.experiment.run.launch import carry_out
+        from fedbn_flwr.results.folder.places import out_folder
+
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    judged = [*overrides_of(arguments), "rounds=0", f"evaluate.models={json.dumps(arguments.model)}"]
+    experiment = load_experiment(arguments.experiment, judged)
+    carry_out(experiment, out_folder(experiment.name, arguments.out, resume=False), resume=False).announce()
