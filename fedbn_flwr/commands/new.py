@@ -1,4 +1,4 @@
-"""`fedbn new`: writes an experiment file to start from, a copy of a shipped one."""
+"""`fedbn new`: writes an experiment file to start from, a copy of a shipped one or for one's own data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.startup import loading
 
 from .common import Commands, add_command
 
@@ -19,19 +20,26 @@ def add(commands: Commands) -> None:
         summary="write an experiment file to start from",
         description=(
             "Write an experiment file to start from: a copy of a shipped experiment or of another file, with its "
-            "comments. An existing file is not overwritten."
+            "comments; or for your own data: their inputs, categories, classes and clients. An existing file is not "
+            "overwritten."
         ),
-        epilog="Example: fedbn new mine --from demo, then: fedbn explain mine.yaml; fedbn run mine.yaml",
+        epilog=(
+            "Examples: fedbn new mine --from demo, then: fedbn explain mine.yaml; fedbn run mine.yaml. For a table: "
+            "fedbn new mine --data patients.csv --label diagnosis --group hospital"
+        ),
     )
     parser.add_argument("name", metavar="NAME", help="name of the experiment and of the file, NAME.yaml")
     parser.add_argument(
         "--from", dest="source", default="quick", metavar="EXPERIMENT", help="what to start from (quick)"
     )
+    parser.add_argument("--data", type=Path, metavar="PATH", help="a table or a folder of images of your own")
+    parser.add_argument("--label", metavar="COLUMN", help="with --data: what is predicted")
+    parser.add_argument("--group", metavar="COLUMN", help="with --data: each of its values is a client")
     parser.add_argument("--out", type=Path, metavar="FILE", help="another file, ending in .yaml")
 
 
 _HEAD = """\
-# An experiment of fedbn-flwr, a copy of {source}.
+# An experiment of fedbn-flwr, {source}.
 #   fedbn explain {file}      what it sends, who has which examples; with --all all keys and their defaults
 #   fedbn run {file}          changes on the command line: rounds=3 train.lr=0.01
 # The page "Settings" of the documentation describes all keys.
@@ -47,10 +55,17 @@ def new(arguments: argparse.Namespace) -> None:
     file: Path = arguments.out or Path(f"{name}.yaml")
     if file.suffix not in (".yaml", ".yml") or not str(file).isprintable():
         raise SettingsError(f"the file is {str(file)!r}; expected a name of printable characters that ends in .yaml")
-    text = text_of(arguments.source)
+    if arguments.data is not None:
+        with loading():
+            from fedbn_flwr.experiment.own_data import experiment_for
+        text, source = experiment_for(arguments.data, arguments.label, arguments.group), f"for {arguments.data}"
+    elif given := arguments.label or arguments.group:
+        raise SettingsError(f"{given!r} is a column of your data; give their file or folder too: --data PATH")
+    else:
+        text, source = text_of(arguments.source), f"a copy of {arguments.source}"
     content = check_mapping(parse_yaml(text), arguments.source)
     read_experiment(follow_extends(content, file.parent), name=arguments.source)  # names what is wrong in it
-    text = _HEAD.format(source=arguments.source, file=shlex.quote(str(file))) + text
+    text = _HEAD.format(source=source, file=shlex.quote(str(file))) + text
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from fedbn_flwr import cli
@@ -49,3 +51,25 @@ def test_a_copy_in_another_folder_must_find_what_it_extends(
     assert "cannot read the experiment 'first.yaml'" in refusal(capsys, "new", "mine", "--from", "there/second.yaml")
     assert cli.main(["new", "there/mine", "--from", "there/second.yaml"]) == 0
     assert load_experiment("there/mine.yaml").runs[0].rounds == 2
+
+
+def test_an_experiment_for_a_table_has_its_columns_categories_classes_and_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame({"age": rng.integers(20, 90, 90), "sex": ["f", "m", "f"] * 30, "note": map(str, range(90))})
+    frame = frame.assign(ill=["no", "yes"] * 45, ward=np.repeat(["north", "south", "west"], 30)).astype({"age": float})
+    frame.loc[3, "age"] = np.nan
+    frame.to_csv("patients.csv", index=False)
+    assert cli.main(["new", "mine", "--data", "patients.csv", "--label", "ill", "--group", "ward"]) == 0
+    first, *_ = load_experiment("mine.yaml").runs
+    data = first.data
+    assert (data.inputs, data.categories, data.class_names) == (("age", "sex"), {"sex": ("f", "m")}, ("no", "yes"))
+    assert (first.clients, data.partition.kind, data.group, data.missing) == (3, "natural", "ward", "mean")
+    words = ["rounds=1", "only=[FedBN]", "engine.workers=0", "engine.device=cpu"]
+    assert cli.main(["run", "mine.yaml", *words, "--out", "out"]) == 0
+
+
+def test_a_column_without_data_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "'ill' is a column of your data" in refusal(capsys, "new", "mine", "--label", "ill")
