@@ -234,7 +234,8 @@ class DataSet(DataForm):
         """Without the examples that lack an input (NaN) or, by split, a label; the log has their number."""
         rows = []
         for part, key, split in (("training", "train", self.train), ("test", "test", self.test)):
-            absent = [some.isnan().reshape(len(split), -1).any(1) for some in tensors(split.inputs)]
+            there = [some for some in tensors(split.inputs) if isinstance(some, Tensor)]
+            absent = [some.isnan().reshape(len(split), -1).any(1) for some in there]
             rows.append(~torch.stack([*absent, lacking.get(key, lacking["train"])]).any(0))
             if not rows[-1].any():
                 raise DataError(

@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedbn_flwr.batch import Value, count, first, map_tensors, tensors
 
+from .streamed import Streamed
+
 MASK = "mask"  # the entry of a dict of inputs that is true at real positions, bool [N, T]
 
 
 def main_input(inputs: Value) -> Tensor:
     """The tensor that is normalised: in a dict the entry `inputs`, or the first that is not a mask."""
-    return inputs if isinstance(inputs, Tensor) else inputs[main_key(inputs)]
+    return inputs[main_key(inputs)] if isinstance(inputs, Mapping) else inputs
 
 
 def main_key(inputs: Mapping[str, Tensor]) -> str:
@@ -87,7 +90,11 @@ class Examples:
         if rows.equal(torch.arange(len(self))):
             return self
         here = rows.to(main_input(self.inputs).device)
-        inputs, targets = (map_tensors(lambda part: part[here], value) for value in (self.inputs, self.targets))
+
+        def taken(part: Tensor | Streamed) -> Any:
+            return part.select(here) if isinstance(part, Streamed) else part[here]
+
+        inputs, targets = (map_tensors(taken, value) for value in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets, rows=None if self.rows is None else self.rows[rows])
 
     def to(self, device: torch.device, most: float = math.inf) -> Examples:

@@ -231,20 +231,16 @@ def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows
             )
             for point in (".," if mark == ";" else ".")
         ]
-        names = found[0].column_names
-        if len(set(names)) == len(names):  # the numbers of both
-            for place, name in enumerate(names):
-                if pyarrow.types.is_string(found[0].schema.field(name).type):
-                    found[0] = found[0].set_column(place, name, found[-1].column(name))
-        return found[0]
-
-    tables = [_read(folder, repr(str(file)), table, file) for file in files]
-    for file, each in zip(files, tables, strict=True):
-        ((column, number),) = Counter(each.column_names).most_common(1)
+        ((column, number),) = Counter(found[0].column_names).most_common(1)
         if number > 1:
             raise DataError(
                 f"data.name={str(folder)!r}: {file.name} has {number} columns {column!r}; rename all but one"
             )
+        # Columns that are no numbers with points may be numbers with commas.
+        words = [field.name for field in found[0].schema if pyarrow.types.is_string(field.type)]
+        return pyarrow.table({name: found[-(name in words)].column(name) for name in found[0].column_names})
+
+    tables = [_read(folder, repr(str(file)), table, file) for file in files]
     whole = _read(folder, "the tables", pyarrow.concat_tables, tables, promote_options="permissive")
     if wrong := [field.name for field in whole.schema if pyarrow.types.is_binary(field.type)]:
         raise DataError(
@@ -269,6 +265,8 @@ _READERS: Readers = {".parquet": _load, ".csv": _csv, ".npz": _npz}
 def _read(folder: Path, what: str, function: Callable[..., Rows], *arguments: object, **options: object) -> Rows:
     try:
         return function(*arguments, **options)
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"data.name={str(folder)!r}: cannot read its files", f": {what}: {_root(error)}") from error
 

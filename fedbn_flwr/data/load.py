@@ -11,12 +11,14 @@ memory:
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedbn_flwr import named, seeding
 from fedbn_flwr.errors import DataError, SettingsError, log_once, needs
@@ -27,7 +29,8 @@ from .columns import read
 from .dataset import DataSet
 from .paths import local
 from .source import PARTS, Source
-from .table import table_of
+from .streamed import Streamed
+from .table import as_rows, table_of
 
 KEY = "data.name"
 
@@ -83,7 +86,12 @@ def _returned(source: Source, parts: Sequence[str]) -> Tree:
     name = source.name
     offered = {} if source.root is None or "root" in source.options else {"root": source.root}
     with seeding.streams(seeding.seed_for(0, "own data")):
-        found = named.call(KEY, name, **named.accepted(named.load(KEY, name), offered), **source.options)
+        taken = named.accepted(named.load(KEY, name), offered)
+        if offered.keys() > taken.keys():
+            raise DataError(
+                f"{KEY}={name!r} has no parameter 'root', by which it gets data.root, at a site the folder data-path"
+            )
+        found = named.call(KEY, name, **taken, **source.options)
         if not isinstance(found, Mapping) or not all(part in found for part in parts):
             keys = f" with {', '.join(map(repr, found))}" if isinstance(found, Mapping) else ""
             raise DataError(
@@ -93,26 +101,34 @@ def _returned(source: Source, parts: Sequence[str]) -> Tree:
         if all(hasattr(found[part], "features") for part in parts):  # splits of `datasets`
             return found
         # Read here, where its draws are seeded.
-        return {**found, **{part: _columns(f"{KEY}={name!r}: {part}", found[part]) for part in parts}}
+        return {**found, **{part: _columns(f"{KEY}={name!r}: {part}", found[part], source.memory) for part in parts}}
 
 
 _USUAL = ("inputs", "labels", "domains")  # in a torch `Dataset`, in this order
 
 
-def _columns(where: str, split: Any) -> Tree:
-    """A split as a mapping of arrays by name."""
+def _columns(where: str, split: Any, memory: float) -> Tree:
+    """A split as a mapping of arrays by name; the inputs of a `Dataset` of more than `memory` GiB stay in it."""
     if isinstance(split, Mapping):
         return {key: values for key, values in split.items() if values is not None}
     if isinstance(split, list | tuple) and len(split) == 2:
         return dict(zip(_USUAL, split, strict=False))
-    rows = [split[i] for i in range(len(split))] if hasattr(split, "__getitem__") and hasattr(split, "__len__") else []
-    if not rows or not isinstance(rows[0], list | tuple) or len(rows[0]) not in (2, 3):
-        what = f"items of type {type(rows[0]).__name__}" if rows else "no items"
+    count = len(split) if hasattr(split, "__getitem__") and hasattr(split, "__len__") else 0
+    first = split[0] if count else ()
+    if not isinstance(first, list | tuple) or len(first) not in (2, 3):
+        what = f"items of type {type(first).__name__}" if count else "no items"
         raise DataError(
             f"{where} is a {type(split).__name__} with {what}; expected a pair (inputs, labels), a mapping of arrays, "
             "or a Dataset of pairs (inputs, label)"
         )
-    return dict(zip(_USUAL, map(list, zip(*rows, strict=True)), strict=False))
+    is_large = count * as_rows(where, [first[0]]).nbytes > memory * 2**30
+    items = itertools.chain([first], map(split.__getitem__, range(1, count)))
+    rows = ([None if is_large else item[0], *item[1:]] for item in items)
+    known = getattr(split, "targets", None) if is_large and len(first) == 2 else None  # as in torchvision
+    columns = (
+        dict(zip(_USUAL, map(list, zip(*rows, strict=True)), strict=False)) if known is None else {"labels": known}
+    )
+    return {**columns, "inputs": Streamed(split, torch.arange(count))} if is_large else columns
 
 
 def embedded(name: str) -> Tree:

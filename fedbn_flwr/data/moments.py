@@ -19,6 +19,7 @@ from fedbn_flwr.errors import DataError
 
 from . import Moments
 from .examples import MASK, main_input
+from .streamed import Streamed
 
 PARTS = 3  # float64 numbers of an exact sum: 159 bits
 ROWS = (
@@ -36,6 +37,11 @@ def sums_of(inputs: Value) -> Sums:
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None  # [N, last side]
     whole, found = main_input(inputs), []
+    if isinstance(whole, Streamed):
+        parts = [
+            totals(column) for column in np.stack([sums_of(whole[rows]) for rows in whole.chunks], -1).swapaxes(0, 1)
+        ]
+        return np.array([[float(count), *_parts(total), *_parts(square)] for count, total, square in parts]).T
     if whole.dtype not in (torch.float32, torch.uint8):
         return np.empty((ROWS, 0))
     of_all = None if mask is None else mask.view(len(mask), *[1] * (whole.ndim - 2), -1).expand(whole.shape)

@@ -18,6 +18,8 @@ from torch import Tensor, bfloat16
 
 from fedbn_flwr.errors import DataError
 
+from .streamed import Streamed
+
 PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 _NUMBERS = ("int", "uint", "float", "double", "bool", "decimal")
 _SHOWN = 40  # columns in an error
@@ -106,8 +108,8 @@ def as_rows(where: str, given: Any) -> np.ndarray:
         raise DataError(
             f"{where} is a mapping; expected an array, or several whose names are in data.inputs, such as [a, b]"
         )
-    if isinstance(given, np.ndarray) and given.dtype != object:
-        return given
+    if isinstance(given, Streamed) or (isinstance(given, np.ndarray) and given.dtype != object):
+        return given  # type: ignore[return-value]
     if isinstance(given, Tensor):
         return (given.float() if given.dtype is bfloat16 else given).cpu().numpy()
     try:

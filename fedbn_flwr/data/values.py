@@ -18,7 +18,9 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -40,6 +42,7 @@ from . import IGNORED
 from .dataset import numbers
 from .examples import MASK, main_input, main_key
 from .source import Source
+from .streamed import Streamed
 from .table import Column, Names, Tables
 
 _COMMAS = re.compile(r"[+-]?\d+(,\d+)*")
@@ -130,6 +133,8 @@ def _several(where: str, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _array(where: str, key: str, rows: np.ndarray) -> Tensor:
     """float32, int64, or uint8 where whole numbers are pixels; truth values and bytes of a volume as they are."""
+    if isinstance(rows, Streamed):
+        return cast(Tensor, replace(rows, made=partial(_array, where, key)))
     if rows.dtype == object:
         with suppress(TypeError, ValueError):
             rows = rows.astype(np.float32)  # None becomes NaN
@@ -190,7 +195,7 @@ def counts(inputs: Value, where: Callable[[Tensor], Tensor], names: Names) -> st
     """The columns with such values, and how many each has; empty if there are none."""
     found: list[tuple[str, int]] = []
     for key, values in inputs.items() if isinstance(inputs, Mapping) else [("inputs", inputs)]:
-        if values.is_floating_point():
+        if values.is_floating_point() and not isinstance(values, Streamed):
             wrong = where(values)
             found += zip(names, wrong.sum(0).tolist(), strict=True) if names else [(key, int(wrong.sum()))]
     return few((f"{name} ({number})" for name, number in found if number), 8)

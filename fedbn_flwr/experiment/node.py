@@ -6,17 +6,18 @@ import difflib
 import functools
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from flwr.app import Context
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from fedbn_flwr import named
 from fedbn_flwr.batch import Value
-from fedbn_flwr.client.client import BNClient
+from fedbn_flwr.client.client import BNClient, Update
 from fedbn_flwr.client.evaluation import in_units
 from fedbn_flwr.client.rule import Loss, is_known
 from fedbn_flwr.data import Moments
@@ -25,6 +26,7 @@ from fedbn_flwr.data.dataset import DataSet, Schema
 from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partitions import KINDS, hold_out
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean, log_once
+from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config, Metrics
@@ -44,9 +46,11 @@ from .data import (
 )
 from .file.layers import from_run_config
 from .parts import RunParts, learning_rate, loss_of, make_model, plain_loss
-from .settings import Experiment, Settings
+from .settings import ClientTrain, Experiment, Settings
 
-NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch")
+# How this node trains, by the keys of `ClientTrain`.
+TRAIN_KEYS = {key.replace("_", "-"): key for key in ClientTrain.model_fields if key != "client"}
+NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch", *TRAIN_KEYS)
 
 
 def make_client(context: Context, config: Config) -> BNClient:
@@ -95,6 +99,7 @@ class ClientParts(RunParts):
     has_own_data: bool  # instead of a partition of the experiment's
     listed: str  # the experiment's data set
     min_batch: int
+    own: ClientTrain  # in what its training differs from that of the others
 
     @classmethod
     def of(cls, run: Settings, context: Context) -> ClientParts:
@@ -104,17 +109,26 @@ class ClientParts(RunParts):
         changes: dict[str, object] = {}
         if "data-path" in node:
             changes = {
-                "name": named.as_path(str(node["data-path"])),
                 "random": False,
                 "domains": (),
                 **dict.fromkeys(("revision", "root", "examples", "test_examples")),
             }
+            path = str(node["data-path"])
+            is_read = named.is_name(listed)  # by a function, which gets the folder
+            changes |= {"root": str(named.path_of(path))} if is_read else {"name": named.as_path(path)}
         if "domain" in node:
             changes["domains"] = (str(node["domain"]),)
         if changes:  # the client trains on all of the site's data
             data = run.source.model_copy(update={**changes, "partition": KINDS["iid"]()})
             run = run.model_copy(update={"data": data})
-        return cls(run, checked_client_number(context, run.clients), bool(changes), listed, least)
+        number = checked_client_number(context, run.clients)
+        own = own_training(run, number, node)
+        new = own.model_dump(include={"batch_size", "epochs", "steps"}, exclude_none=True)
+        if "epochs" in new or "steps" in new:
+            new = {"epochs": own.epochs, "steps": own.steps, **new}
+        engine = run.engine.model_copy(update={"device": own.device or run.engine.device})
+        run = run.model_copy(update={"train": run.train.model_copy(update=new), "engine": engine})
+        return cls(run, number, bool(changes), listed, least, own)
 
     @property
     def dataset(self) -> DataSet:
@@ -189,7 +203,7 @@ class ClientParts(RunParts):
             tensors,
             client_batches(run, dataset, self.split[0], self.number, normalise, units),
             functools.partial(self.tests, normalise, only_own=protocol.OWN_TESTS in config),
-            lr=functools.partial(learning_rate, run),
+            lr=lambda server_round: (self.own.lr_factor or 1) * learning_rate(run, server_round),
             epochs=train.epochs,
             steps=train.steps,
             optimizer=train.optimizer,
@@ -264,6 +278,13 @@ class ExperimentClient(BNClient):
     def sums(self) -> Sums:
         return self._parts.sums()
 
+    def train_round(self, arrays: Arrays, config: Config, *arguments: Any, **options: Any) -> Update:
+        update = super().train_round(arrays, config, *arguments, **options)
+        if any(key in declared("client_mods") for key in config):  # that mask replies, which then have equal keys
+            return update
+        own = self._parts.own.model_dump(exclude={"client", "device"}, exclude_none=True)
+        return replace(update, metrics={**update.metrics, **own})
+
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
         with in_units(self.model, self._units):
             return super().evaluate_round(arrays, config)
@@ -278,6 +299,20 @@ def min_batch_of(node: Tree) -> int:
     if not isinstance(least, int) or isinstance(least, bool) or least < 1:
         raise SettingsError(f"this node's config has min-batch={least!r}; expected a number of examples, 1 or more")
     return least
+
+
+def own_training(run: Settings, number: int, node: Tree) -> ClientTrain:
+    """How this client trains, by the experiment and, before it, by the node's config."""
+    listed = {own.client: own for own in run.train.of_clients}.get(number, ClientTrain())
+    given = {TRAIN_KEYS[key]: value for key, value in node.items() if key in TRAIN_KEYS}
+    known = {} if {"epochs", "steps"} & given.keys() else listed.model_dump(include={"epochs", "steps"})
+    known |= listed.model_dump(include={"batch_size", "lr_factor", "device"})
+    try:
+        return ClientTrain.model_validate(known | given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = "".join(str(part).replace("_", "-") + f"={first['input']!r}: " for part in first["loc"])
+        raise SettingsError(f"this node's config: {key}{first['msg']}") from None
 
 
 def _not_agreed(inputs: Value) -> NoReturn:

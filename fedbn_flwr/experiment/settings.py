@@ -255,6 +255,21 @@ class Schedule(Section):
                 )
 
 
+class ClientTrain(Section):
+    """How a client trains where it differs from the others; the config of its node has the same keys, with hyphens."""
+
+    client: Annotated[int, Field(ge=0)] = setting(0, "the number of the client")
+    batch_size: Positive | None = setting(None, "examples in a step")
+    epochs: Positive | None = setting(None, "passes over its examples in a round")
+    steps: Positive | None = setting(None, "optimiser steps in a round, instead of epochs")
+    lr_factor: float | None = setting(None, "a factor of the learning rate", gt=0, le=1_000)
+    device: Literal["auto", "cpu", "cuda"] | None = setting(None, "`cpu`, `cuda` or `auto`")
+
+    def problems(self) -> Iterator[str]:
+        if self.epochs is not None and self.steps is not None:
+            yield f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one"
+
+
 class Train(Section):
     lr: float = setting(0.1, "learning rate", gt=0)
     optimizer: PartSpec = setting(
@@ -294,6 +309,12 @@ class Train(Section):
     )
     epochs: Positive | None = setting(None, "passes over a client's examples in a round")
     steps: Positive | None = setting(None, "optimiser steps in a round, instead of epochs")
+    of_clients: Annotated[tuple[ClientTrain, ...], Field(strict=False)] = setting(
+        (),
+        "clients that train otherwise than the others, `[{client: 0, steps: 5}, {client: 3, batch_size: 8}]`, by "
+        "`batch_size`, `epochs`, `steps`, `lr_factor` and `device`; a site may say so "
+        "[itself](sites.md#how-a-site-trains)",
+    )
     schedule: Schedule = Schedule()
     channels_last: Annotated[bool | Literal["auto"], expects("true, false or 'auto'")] = setting(
         "auto",
@@ -562,6 +583,8 @@ class Settings(Section):
                 f"evaluate.unseen.clients is {list(unseen)}, but clients is {self.clients}; expected some of the "
                 f"numbers 0 to {self.clients - 1}, so that others train"
             )
+        if absent := [own.client for own in self.train.of_clients if own.client >= self.clients]:
+            yield f"train.of_clients has client {absent[0]}, but clients is {self.clients}; expected a lower number"
         warmup, steps = self.model.brn.warmup, self.rounds * (self.train.steps or 0)
         if self.evaluate.models and self.rounds:
             yield f"evaluate.models are evaluated instead of training, but rounds is {self.rounds}; set it to 0"

@@ -84,7 +84,7 @@ def check(arguments: argparse.Namespace) -> int:
             needs.check_data(experiment, node),
             "correct the data, the node config or the experiment",
         ),
-        needs.asked("GPU", needs.check_gpu(experiment), "install PyTorch for CUDA, or set engine.device to auto"),
+        needs.asked("GPU", needs.check_gpu(experiment, node), "install PyTorch for CUDA, or set engine.device to auto"),
     )
     counts = {"ok": 0, "warning": 0, "FAILED": 0}
     told: set[str] = set()  # most runs have the same data

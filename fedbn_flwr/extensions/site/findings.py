@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import Examples, main_input
+from fedbn_flwr.data.streamed import Streamed
 from fedbn_flwr.errors import few
 from fedbn_flwr.results.report.tables import as_text
 from fedbn_flwr.text import columns_in_words
@@ -78,5 +79,7 @@ def _table(names: Sequence[str], values: Tensor, ranges: Mapping[str, tuple[floa
 
 def _copies(train: Examples, test: Examples) -> int:
     """The test examples with the inputs of a training example; none if training examples often agree."""
+    if isinstance(main_input(train.inputs), Streamed):  # more than the memory holds
+        return 0
     seen, asked = ([hash(row.tobytes()) for row in main_input(split.inputs).numpy()] for split in (train, test))
     return sum(map(set(seen).__contains__, asked)) if len(set(seen)) > len(seen) / 2 else 0

@@ -36,7 +36,7 @@ from fedbn_flwr import __version__, named
 from fedbn_flwr.data.paths import check_rights
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.exchange.step import check_batch
-from fedbn_flwr.experiment.node import ClientParts, min_batch_of
+from fedbn_flwr.experiment.node import ClientParts, min_batch_of, own_training
 from fedbn_flwr.experiment.parts import choose_device, make_model
 from fedbn_flwr.experiment.prepare import make_rule, try_model
 from fedbn_flwr.experiment.settings import Experiment, Settings
@@ -243,6 +243,7 @@ def check_versions() -> Iterator[Check]:
 
 def check_node_config(node: Config) -> Iterator[Check]:
     min_batch_of(node)
+    own_training(Settings(), 0, node)
     yield from ()
 
 
@@ -291,9 +292,9 @@ def _data_of_run(run: Settings, node: Config) -> Iterator[Check]:
         parts.check_sums()
 
 
-def check_gpu(experiment: Experiment | None) -> Iterator[Check]:
+def check_gpu(experiment: Experiment | None, node: Config) -> Iterator[Check]:
     for run in experiment.runs if experiment is not None else ():
-        choose_device(run.engine.device)
+        choose_device(str(node.get("device", run.engine.device)))
     found = "none: the client trains on the CPU"
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()

@@ -18,6 +18,8 @@ from fedbn_flwr.trees import Json
 
 Client = TypeVar("Client")  # its number, or that as text
 
+OWN_TRAINING = ("batch_size", "epochs", "steps", "lr_factor")  # what a client reports if it trains unlike the others
+
 
 @dataclass(frozen=True)
 class PartitionCounts:

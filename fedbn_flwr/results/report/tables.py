@@ -20,7 +20,7 @@ from fedbn_flwr.tasks import is_lower_better, title_of
 from fedbn_flwr.text import in_csv, in_markdown, on_page, printable
 from fedbn_flwr.trees import Draft, Json
 
-from ..folder.clients import PartitionCounts, spread
+from ..folder.clients import OWN_TRAINING, PartitionCounts, spread
 from ..metric_key import CLIENTS, EVALUATED, OWN, WHOSE, MetricKey
 from ..read.runs import Run
 from .rows import (
@@ -259,19 +259,34 @@ def client_table(rows: Sequence[Row]) -> Lines:
 
 
 def participation_table(rows: Sequence[Row]) -> Lines:
-    """Each client's examples and rounds, of runs on data of sites and of those that lacked clients."""
-    lines: Lines = [("run", "client", "training examples", "rounds", "last round")]
+    """Each client's examples and rounds, of runs on data of sites and of those that lacked clients; and how it trained,
+    if that differs."""
+    lines: Lines = []
     for row in rows:
-        run = next((run for run in row.counted if run.summary.own_data_sites or run.summary.missing), None)
-        trained: dict[str, dict[int, float]] = {}
+        run = next(filter(_clients_differ, row.counted), None)
+        trained: dict[str, dict[int, Mapping[str, float]]] = {}
         for line in run.files.lines("clients.jsonl") if run else ():
             for client, values in line["clients"].items():
                 if "examples" in values:
-                    trained.setdefault(client, {})[line["round"]] = values["examples"]
-        for client, examples in sorted(trained.items(), key=lambda item: int(item[0]))[:_SHOWN_CLIENTS]:
-            last = max(examples)
-            lines.append((row.label, client, f"{examples[last]:,.0f}", str(len(examples)), str(last)))
-    return lines
+                    trained.setdefault(client, {})[line["round"]] = values
+        for client, found in sorted(trained.items(), key=lambda item: int(item[0]))[:_SHOWN_CLIENTS]:
+            values = found[last := max(found)]
+            own = [f"{values[key]:g}" if key in values else "" for key in OWN_TRAINING]
+            lines.append((row.label, client, f"{values['examples']:,.0f}", str(len(found)), str(last), *own))
+    titles = (
+        "run",
+        "client",
+        "training examples",
+        "rounds",
+        "last round",
+        *(key.replace("_", " ") for key in OWN_TRAINING),
+    )
+    shown = [place for place in range(len(titles)) if place < 5 or any(line[place] for line in lines)]
+    return [tuple(line[place] for place in shown) for line in (titles, *lines)]
+
+
+def _clients_differ(run: Run) -> bool:
+    return bool(run.summary.own_data_sites or run.summary.missing or not {*OWN_TRAINING}.isdisjoint(run.clients))
 
 
 # --- sweeps, candidates ---
