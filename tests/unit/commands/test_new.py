@@ -58,7 +58,9 @@ def test_an_experiment_for_a_table_has_its_columns_categories_classes_and_client
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
-    frame = pd.DataFrame({"age": rng.integers(20, 90, 90), "sex": ["f", "m", "f"] * 30, "note": map(str, range(90))})
+    frame = pd.DataFrame(
+        {"age": rng.integers(20, 90, 90), "sex": ["f", "m", "f"] * 30, "note": [f"no. {row}" for row in range(90)]}
+    )
     frame = frame.assign(ill=["no", "yes"] * 45, ward=np.repeat(["north", "south", "west"], 30)).astype({"age": float})
     frame.loc[3, "age"] = np.nan
     frame.to_csv("patients.csv", index=False)
