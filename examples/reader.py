@@ -1,7 +1,7 @@
 """Files of your own format at sites that differ: WAV files of three microphones, generated.
 
 `python reader.py`: a function reads a site's folder, and the sites train with other batches and numbers of steps,
-which FedNova corrects.
+which FedNova takes into account; FedBN keeps each microphone's batch norm at its site.
 """
 
 import tempfile

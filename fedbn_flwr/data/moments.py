@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ def sums_of(inputs: Value) -> Sums:
     Bytes count from 0 to 1. Missing values (NaN) do not count, nor do padded ones.
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None  # [N, last side]
-    whole, found = main_input(inputs), []
+    whole: Any = main_input(inputs)
     if isinstance(whole, Streamed):
         parts = [
             totals(column) for column in np.stack([sums_of(whole[rows]) for rows in whole.chunks], -1).swapaxes(0, 1)
@@ -44,6 +45,7 @@ def sums_of(inputs: Value) -> Sums:
         return np.array([[float(count), *_parts(total), *_parts(square)] for count, total, square in parts]).T
     if whole.dtype not in (torch.float32, torch.uint8):
         return np.empty((ROWS, 0))
+    found = []
     of_all = None if mask is None else mask.view(len(mask), *[1] * (whole.ndim - 2), -1).expand(whole.shape)
     for number, column in enumerate(whole.unbind(1)):
         values = column if of_all is None else column[of_all[:, number]]

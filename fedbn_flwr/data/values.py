@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -131,7 +131,7 @@ def _several(where: str, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**arrays, key: values, MASK: mask.bool()}
 
 
-def _array(where: str, key: str, rows: np.ndarray) -> Tensor:
+def _array(where: str, key: str, rows: Any) -> Tensor:
     """float32, int64, or uint8 where whole numbers are pixels; truth values and bytes of a volume as they are."""
     if isinstance(rows, Streamed):
         return cast(Tensor, replace(rows, made=partial(_array, where, key)))
@@ -195,7 +195,7 @@ def counts(inputs: Value, where: Callable[[Tensor], Tensor], names: Names) -> st
     """The columns with such values, and how many each has; empty if there are none."""
     found: list[tuple[str, int]] = []
     for key, values in inputs.items() if isinstance(inputs, Mapping) else [("inputs", inputs)]:
-        if values.is_floating_point() and not isinstance(values, Streamed):
+        if isinstance(values, Tensor) and values.is_floating_point():  # not those that are read later
             wrong = where(values)
             found += zip(names, wrong.sum(0).tolist(), strict=True) if names else [(key, int(wrong.sum()))]
     return few((f"{name} ({number})" for name, number in found if number), 8)

@@ -48,8 +48,8 @@ def experiment_for(path: Path, label: str | None, group: str | None) -> str:
     data["partition"] = {"kind": "natural" if groups else "iid"}
     clients = len(groups.names) if groups else 3
     model = "cnn" if is_folder else "cnn1d" if len(dataset.shape) == 2 else "mlp"
-    runs = {name: {"strategy": {"name": name}} for name in ("FedAvg", "FedBN")}
+    runs: Draft = {name: {"strategy": {"name": name}} for name in ("FedAvg", "FedBN")}
     runs["FixBN"] = {"strategy": {"name": "FixBN", "freeze_round": 0.5}}
-    content = {"rounds": 20, "clients": clients, "data": data, "model": {"name": model, "norm": "bn"}}
+    content: Draft = {"rounds": 20, "clients": clients, "data": data, "model": {"name": model, "norm": "bn"}}
     content |= {"train": {"lr": 0.05, "batch_size": 16}, "evaluate": {"clients": True}, "runs": runs}
     return str(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120))

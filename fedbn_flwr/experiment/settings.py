@@ -583,8 +583,12 @@ class Settings(Section):
                 f"evaluate.unseen.clients is {list(unseen)}, but clients is {self.clients}; expected some of the "
                 f"numbers 0 to {self.clients - 1}, so that others train"
             )
-        if absent := [own.client for own in self.train.of_clients if own.client >= self.clients]:
-            yield f"train.of_clients has client {absent[0]}, but clients is {self.clients}; expected a lower number"
+        numbers = [own.client for own in self.train.of_clients]
+        if wrong := [number for number in numbers if number >= self.clients or numbers.count(number) > 1]:
+            yield (
+                f"train.of_clients has client {wrong[0]}, but clients is {self.clients}; expected each of the numbers "
+                f"0 to {self.clients - 1} at most once"
+            )
         warmup, steps = self.model.brn.warmup, self.rounds * (self.train.steps or 0)
         if self.evaluate.models and self.rounds:
             yield f"evaluate.models are evaluated instead of training, but rounds is {self.rounds}; set it to 0"
