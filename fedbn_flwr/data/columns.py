@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batch import count, tensors
+from fedbn_flwr.batch import Value, count, tensors
 from fedbn_flwr.errors import DataError, log_once
 from fedbn_flwr.tasks import BINARY, CLASSIFICATION, SEGMENTATION
 
@@ -107,6 +107,8 @@ def open_examples(given: Source, tables: Tables, entry: Entry | None = None, kno
             f"data.label: all examples of {name!r} have one class, {targets.names[0]!r}, so there is nothing to "
             "learn; list all classes in data.class_names, or choose another column"
         )
+    values: dict[str, Value]
+    features: Names
     if images:
         values, features = {part: torch.arange(len(table)) for part, table in tables.items()}, ()
     else:

@@ -286,7 +286,7 @@ def _images(splits: Splits) -> Splits:
     lists = {part: rows for part, rows in splits.items() if isinstance(rows, list)}
     classes = sorted({row["label"] for rows in lists.values() for row in rows if "label" in row})
     kinds = {"image": datasets.Image(), "mask": datasets.Image(), "label": datasets.ClassLabel(names=classes)}
-    first = next((rows[0] for rows in lists.values() if rows), {})
+    first: Mapping[str, object] = next((rows[0] for rows in lists.values() if rows), {})
     columns = {column: kinds.get(column, datasets.Value("string")) for column in first}
     made = {part: datasets.Dataset.from_list(rows, datasets.Features(columns)) for part, rows in lists.items()}
     return {**splits, **made}
@@ -387,10 +387,11 @@ def _cityscapes(folder: Path, part: str, name: str | None) -> list[Row]:
             f"; leftImg8bit/ contains {present}",
         )
     for row in rows:
-        row["mask"] = str(folder / "gtFine" / split / f"{row['mask']}_gtFine_labelIds.png")
-        if not os.path.isfile(row["mask"]):
+        mask = folder / "gtFine" / split / f"{row['mask']}_gtFine_labelIds.png"
+        row["mask"] = str(mask)
+        if not mask.is_file():
             raise DataError(
                 f"data.name={str(folder)!r}: an image has no mask",
-                f": {os.path.basename(str(row['image']))}; there is no {os.path.relpath(row['mask'], folder)}",
+                f": {os.path.basename(str(row['image']))}; there is no {mask.relative_to(folder)}",
             )
     return rows

@@ -41,7 +41,8 @@ class Long:
 
     def one_each(self, column: str, values: np.ndarray) -> np.ndarray:
         """The value of each series in a column whose value is the same in all of its rows."""
-        own, one = values[self.rows], values[self.rows][self.first]
+        own: np.ndarray = values[self.rows]
+        one: np.ndarray = own[self.first]
         like = one[self.series]
         differ = (own != like) & ~((own != own) & (like != like))  # NaN
         if wrong := len(np.unique(self.series[differ])):
@@ -56,7 +57,7 @@ def _ordered(where: str, values: np.ndarray) -> np.ndarray:
     """The places of numbers or texts in their order."""
     import pandas as pd
 
-    places, _ = pd.factorize(values, sort=True)
+    places: np.ndarray = pd.factorize(values, sort=True)[0]
     if absent := int((places < 0).sum()):
         raise DataError(f"{where} has {absent} rows without a series or a time; expected both in each row")
     return places

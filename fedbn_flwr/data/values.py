@@ -262,7 +262,7 @@ def _labels(where: str, name: str, column: Column) -> tuple[np.ndarray, np.ndarr
 def _whole(column: Column, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The values, and which are missing. Whole numbers of a column with gaps, which are floats, become whole again."""
     gaps = (rows != rows) | (rows == np.array(None)) if rows.dtype == object else rows != rows
-    absent = np.asarray(gaps, bool).reshape(len(rows), -1).any(1)
+    absent = np.any(np.reshape(gaps, (len(rows), -1)), axis=1)
     if rows.dtype.kind == "f" and column.kind.startswith(("int", "uint", "bool")):
         rows = np.where(absent, 0, rows).astype(column.kind)
     return rows, absent
