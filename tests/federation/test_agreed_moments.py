@@ -210,7 +210,7 @@ LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "no deviation can be so small": (put(4, 1.0), "its sums of column 1 cannot be sums of any values"),
     "negative count": (put(0, -3.0), "its sums of column 1 cannot be sums of any values"),
     "half a value": (put(0, 2112.5), "its sums of column 1 cannot be sums of any values"),
-    "more values than there are": (put(0, 1e270), "its sums of column 1 cannot be sums of any values"),
+    "more values than there are": (put(0, 1e100), "its sums of column 1 cannot be sums of any values"),
     "sums of nothing": (put(0, 0.0), "its sums of column 1 cannot be sums of any values"),
     "wrong width": (
         lambda sums: sums[:, :2],

@@ -11,7 +11,7 @@ import pytest
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.experiment.settings import Experiment
-from fedbn_flwr.messages import aggregate
+from fedbn_flwr.messages import limits
 from tests.support.hostile import kept_log
 from tests.support.marks import slow_except
 from tests.support.smoke import smoke_runs
@@ -22,8 +22,8 @@ LARGE = ("alexnet_bn", "resnet18", "deeplabv3plus_resnet50")
 @pytest.fixture(autouse=True)
 def _smaller_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """No honest client comes within a millionth of the size, or a tenth of the factor, of a reply that is left out."""
-    monkeypatch.setattr(aggregate, "_HUGE", aggregate._HUGE / 1e6)
-    monkeypatch.setattr(aggregate, "MOST_TIMES", aggregate.MOST_TIMES / 10)
+    monkeypatch.setattr(limits, "_HUGE", limits._HUGE / 1e6)
+    monkeypatch.setattr(limits, "MOST_TIMES", limits.MOST_TIMES / 10)
 
 
 def check(experiment: Experiment, out: Path) -> None:

@@ -96,8 +96,9 @@ def test_the_line_of_a_failed_run_has_the_reason(jobs: str, tmp_path: Path, caps
     text = EXPERIMENT.replace("[0.05, 0.1]", "[0.05, 1.0e+38]")
     assert cli.main(["run", text, "only=FedBN", "--jobs", jobs, "--out", str(tmp_path / "out")]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "failed: " in line]
-    assert "0 of 2 clients sent a usable reply, 2 are needed; they received a model with values of up to " in line
-    assert ": client 0 (node 1): " in line
+    assert "0 of 2 clients sent a usable reply, 2 are needed" in line
+    assert "client 0" in line
+    assert "(the client diverged?)" in line
 
 
 @pytest.mark.parametrize("jobs", slow_except({"2"}, ["1", "2"]))

@@ -80,8 +80,8 @@ def add_array(name: str, key: str, value: np.ndarray) -> Spoil:
 BAD_RECORDS: dict[str, tuple[Callable[[str], Spoil], str]] = {
     "NaN": (lambda name: change_record(name, "0.weight", lambda a: a * np.nan), "'0.weight' has 72 of 72 values"),
     "huge": (
-        lambda name: change_record(name, "4.bias", lambda a: a + np.sqrt(np.finfo(a.dtype).max)),
-        "'4.bias' changed by up to 1",
+        lambda name: change_record(name, "4.bias", lambda a: a + np.sqrt(np.finfo(a.dtype).max) / 8),
+        "'4.bias' changed by up to ",
     ),
     "shape": (lambda name: change_record(name, "4.bias", lambda a: a[:2]), "'4.bias' has shape (2,)"),
     "dtype": (lambda name: change_record(name, "4.bias", lambda a: a.astype(np.float16)), "'4.bias' is float16"),
