@@ -411,7 +411,7 @@ def test_an_experiment_s_summary_has_epsilon(
 
 def test_the_page_s_examples_work(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "strategies" / "private.md").read_text(encoding="utf-8")
-    (epsilon,) = python_blocks(page)
+    *_, epsilon = python_blocks(page)
     exec(epsilon, {})
     assert float(capsys.readouterr().out) == pytest.approx(epsilon_of(math.sqrt(30 * (1 / 4 + 1 / 16)), 1e-5))
 
