@@ -22,7 +22,7 @@ class Long:
             raise DataError(f"{where} has {twice} rows with the series and the time of another row; expected one each")
         self.where = where  # for errors
         self.rows = np.lexsort(keys[::-1])  # by series and time
-        self.series = keys[0][self.rows]  # that of each row
+        self.series = keys[0][self.rows]  # the series of each row
         self.lengths = np.bincount(self.series)
         self.first = np.cumsum(self.lengths) - self.lengths  # the place of the first row of each series
 

@@ -46,7 +46,7 @@ class Streamed:
         return self.made(np.stack([np.asarray(self.items[row][0]) for row in self.rows[chosen].tolist()]))
 
     def __getattr__(self, name: str) -> Any:
-        """Type, device and so on: those of a tensor with the first row."""
+        """Type, device and so on, as a tensor with the first row has them."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.like, name)

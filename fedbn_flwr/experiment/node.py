@@ -32,6 +32,7 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.models.layout import suits_channels_last
 from fedbn_flwr.models.tensors import ModelTensors
+from fedbn_flwr.results.folder.clients import OWN_TRAINING
 from fedbn_flwr.trees import Tree
 
 from .data import (
@@ -99,7 +100,7 @@ class ClientParts(RunParts):
     has_own_data: bool  # instead of a partition of the experiment's
     listed: str  # the experiment's data set
     min_batch: int
-    own: ClientTrain  # in what its training differs from that of the others
+    own: ClientTrain  # how it trains where it differs from the others
 
     @classmethod
     def of(cls, run: Settings, context: Context) -> ClientParts:
@@ -282,7 +283,7 @@ class ExperimentClient(BNClient):
         update = super().train_round(arrays, config, *arguments, **options)
         if any(key in declared("client_mods") for key in config):  # that mask replies, which then have equal keys
             return update
-        own = self._parts.own.model_dump(exclude={"client", "device"}, exclude_none=True)
+        own = self._parts.own.model_dump(include={*OWN_TRAINING}, exclude_none=True)
         return replace(update, metrics={**update.metrics, **own})
 
     def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:

@@ -54,6 +54,7 @@ def negative_variance(arrays: Arrays, variances: Collection[str] | None = None) 
 
 def values_problem(arrays: Arrays, variances: Collection[str] | None = None) -> str | None:
     """The reason why the values of a client's `arrays` must not be used, or None; `variances` as above."""
+    variances = variance_keys(arrays) if variances is None else variances
     problem = size_problem(arrays, variances)
     return f"{problem} (the client diverged?)" if problem else negative_variance(arrays, variances)
 

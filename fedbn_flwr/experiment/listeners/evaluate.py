@@ -220,9 +220,14 @@ def own_means(clients: ByClient) -> dict[str, float]:
 def validation_means(clients: ByClient, main: str) -> dict[str, float]:
     """Validation loss and main metric over the examples that all clients hold out; empty if none reports any."""
     examples, *names = (str(MetricKey(name, "validation")) for name in dict.fromkeys(("examples", "loss", main)))
-    held = [metrics for metrics in clients.values() if metrics.get(examples) and metrics.keys() >= {*names}]
-    total = math.fsum(metrics[examples] for metrics in held)
-    return {name: math.fsum(metrics[name] * metrics[examples] for metrics in held) / total for name in names if held}
+    held = by_metric({client: own for client, own in clients.items() if own.get(examples) and own.keys() >= {*names}})
+    return {name: mean_by_examples(held[name], held[examples]) for name in names if held}
+
+
+def mean_by_examples(values: Mapping[int, float], examples: Mapping[int, float]) -> float:
+    """The mean of a metric over clients, weighted by their numbers of examples."""
+    total = math.fsum(examples[client] for client in values)
+    return math.fsum(value * examples[client] for client, value in values.items()) / total
 
 
 def spreads(clients: ByClient) -> dict[str, float]:

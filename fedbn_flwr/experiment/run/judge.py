@@ -31,7 +31,7 @@ from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.report.tables import Paired, as_measured, as_text, paired
 from fedbn_flwr.storage import to_json
 
-from ..listeners.evaluate import ByClient, values_of
+from ..listeners.evaluate import ByClient, mean_by_examples, values_of
 from ..listeners.listener import Running
 from ..listeners.unseen import evaluated_by
 from ..parts import Parts
@@ -56,7 +56,9 @@ class Judged:
         tables = {model: by_metric(values) for model, values in clients.items()}
         first, *others = tables
         weighted = {
-            model: {key: _mean(values, table["examples"]) for key, values in table.items() if key != "examples"}
+            model: {
+                key: mean_by_examples(values, table["examples"]) for key, values in table.items() if key != "examples"
+            }
             for model, table in tables.items()
         }
         differences = {
@@ -80,11 +82,6 @@ class Judged:
             tested = f"; 95 % interval {low} to {high}, p = {pair.p:.2g}" if math.isfinite(pair.p) else ""
             lines.append(f"{model} minus {first}: {middle}, the mean of {pair.pairs} clients{tested}")
         return "\n".join(lines)
-
-
-def _mean(values: Mapping[int, float], examples: Mapping[int, float]) -> float:
-    total = math.fsum(examples[client] for client in values)
-    return math.fsum(value * examples[client] for client, value in values.items()) / total
 
 
 def judge(
@@ -164,10 +161,11 @@ def _measured(running: Running, file: str, arrays: ArrayRecord) -> ByClient:
     if problems := failures(running.run, len(nodes), replies):
         raise RunFailed(f"{file!r} could not be evaluated everywhere:" + "".join(f"\n  - {each}" for each in problems))
     names = ("loss", *running.prepared.task.reported, *map(evaluation.name_of, running.prepared.metrics))
+    keys = {name: str(MetricKey(name, "own")) for name in ("examples", *names)}
     found: ByClient = {}
     for client, values in values_of(replies, "test_examples").items():
-        if examples := values.get("own_examples"):
-            own = {name: values[f"own_{name}"] for name in names if f"own_{name}" in values}
+        if examples := values.get(keys["examples"]):
+            own = {name: values[keys[name]] for name in names if keys[name] in values}
             found[client] = {"examples": int(examples), **own}
     if not found:
         raise RunFailed(f"{file!r} could not be evaluated: no client has test examples of its own")
