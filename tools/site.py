@@ -1,8 +1,10 @@
-"""A hook of MkDocs: the reference of a module on each strategy's page, the changelog, and numbers that don't wrap."""
+"""A hook of MkDocs: the code of each strategy on its page, the changelog, and numbers that don't wrap."""
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ from mkdocs.structure.files import File, Files
 from fedbn_flwr.extensions import declared
 
 ROOT = Path(__file__).parents[1]
-MODULES = {  # by the name of the page
-    **{file.stem: f"strategies.{file.stem}" for file in (ROOT / "strategies").glob("[!_]*.py")},
-    **{where.split(".")[2]: where.split(":")[0] for where in declared("strategies").values()},
+FILES = {  # by the name of the page
+    **{file.stem: file for file in (ROOT / "strategies").glob("[!_]*.py")},
+    **{
+        where.split(".")[2]: ROOT / f"{where.split(':')[0].replace('.', '/')}.py"
+        for where in declared("strategies").values()
+    },
 }
 
 
@@ -24,12 +29,15 @@ def title(name: str) -> str:
         return page.readline().removeprefix("# ").strip()
 
 
-def directive(module: str) -> str:
-    return f"::: {module}\n    options:\n      show_root_heading: false\n      heading_level: 3\n"
+def in_the_code(file: Path) -> str:
+    """What the file says of itself, such as choices that the paper leaves open, and the file to unfold."""
+    source, name = file.read_text(encoding="utf-8"), file.relative_to(ROOT)
+    code = textwrap.indent(f"```python\n{source}```\n", "    ")
+    return f'## In the code\n\n{ast.get_docstring(ast.parse(source))}\n\n??? quote "{name}"\n\n{code}'
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    pages = [{title(name): f"strategies/{name}.md"} for name in sorted(MODULES)]
+    pages = [{title(name): f"strategies/{name}.md"} for name in sorted(FILES)]
     assert config.nav is not None
     (concepts,) = (entry["Concepts"] for entry in config.nav if "Concepts" in entry)
     (strategies,) = (entry["Strategies"] for entry in concepts if "Strategies" in entry)
@@ -38,12 +46,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for name, module in MODULES.items():
+    for name, file in FILES.items():
         page = ROOT / "docs" / "strategies" / f"{name}.md"
-        content = page.read_text(encoding="utf-8") + f"\n## Reference\n\n{directive(module)}"
-        client = f"fedbn_flwr.extensions.{name}.client"
-        if (ROOT / f"{client.replace('.', '/')}.py").is_file():
-            content += f"\n## On the client\n\n{directive(client)}"
+        content = f"{page.read_text(encoding='utf-8')}\n{in_the_code(file)}"
         if (written := files.get_file_from_path(f"strategies/{name}.md")) is not None:
             files.remove(written)
         files.append(File.generated(config, f"strategies/{name}.md", content=content))
