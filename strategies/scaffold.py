@@ -39,7 +39,7 @@ from .fedavg import FedAvg
 CONTROL = "fedbn.control"
 CONTROL_ROUND = "fedbn.control-round"
 CONTROL_RECORD = "control"  # contains c from the server, and c_i+ - c_i from a client
-CONTROL_LOST = "control-lost"  # a client reports this metric if it has lost the c_i that the server has added
+CONTROL_LOST = "control-lost"  # a metric, 1 if the client has lost the c_i that the server has added
 
 
 class Scaffold(FedAvg):
@@ -133,8 +133,7 @@ class ScaffoldClient(ClientRule):
     def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         before, state = self.own, self.local.state
         new = copied({name: total / max(steps, 1) for name, total in memo["sums"].items()})
-        if self.known and not before:
-            metrics[CONTROL_LOST] = 1
+        metrics[CONTROL_LOST] = int(bool(self.known) and not before)  # always: masked replies have equal keys
         state.forget(CONTROL)
         state.save(f"{CONTROL}.{self.known}", before)
         # Parameters that are frozen now keep their c_i.

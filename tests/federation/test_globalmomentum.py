@@ -174,6 +174,11 @@ def test_around_fedbn_the_momentum_of_batch_norm_stays_local(federation: Federat
     own = [clients[node].state.load("fedbn.momentum") for node in (1, 2)]
     assert set(own[0]) == {"momentum_buffer/1.weight", "momentum_buffer/1.bias"}
     assert (own[0]["momentum_buffer/1.bias"] != own[1]["momentum_buffer/1.bias"]).any()
+    # With one client it makes no difference who keeps the momentum.
+    fed = federation((8,), dtype=torch.float64, **SGD)
+    alone: dict[str, Any] = {"fraction_evaluate": 0.0, "min_train_nodes": 1, "min_available_nodes": 1}
+    models = [models_of(fed, GlobalMomentum(base(**alone)), 3)[-1] for base in (FedBN, FedAvg)]
+    near(models[0], models[1])
 
 
 # --- refusals ----------------------------------------------------------------

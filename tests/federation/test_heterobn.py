@@ -245,19 +245,22 @@ def answering(fed: Any, change: Callable[[int, ArrayRecord], None], inner: Clien
 def test_a_client_whose_statistics_do_not_fit_is_left_out_by_name(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
-    fed = federation((8, 12, 6), model=static_net)
+    fed = federation((8, 12, 6, 4), model=static_net)
 
     def change(partition: int, arrays: ArrayRecord) -> None:
         if partition == 0:
             raise OSError("the disk is gone")
         if partition == 1:
             arrays["1.running_mean"] = Array(np.full(4, np.nan, np.float32))
+        if partition == 3:
+            arrays["4.bias"] = Array(np.zeros(3, np.float32))
 
     strategy = HeteroBN(statistics="query", min_train_nodes=1)
     found = strategy.global_model(Round(4, fed.arrays(), ConfigRecord(), fed.grid(answering(fed, change))))
     assert "round 4, statistics: left out" in flower_log.text
     assert "client 1 (node 2): '1.running_mean' has 4 of 4 values that are not finite" in flower_log.text
     assert "the disk is gone" in flower_log.text
+    assert "client 3 (node 4): it sent '4.bias'; expected only statistics of batch norm" in flower_log.text
     means = [fed.model[0](inputs).mean((0, 2, 3)) for inputs, _ in fed.data[2].batches]
     np.testing.assert_allclose(
         found["1.running_mean"].numpy(), (sum(means) / len(means)).detach().numpy(), rtol=1e-5, atol=1e-6

@@ -19,7 +19,8 @@ from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Scaffold, restore, state_of
+from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Round, Scaffold, restore, state_of
+from strategies.fedwon import CLIP
 from strategies.scaffold import total_of
 from tests.support.federations import Arrays, Change, Changed, Federations, failing, models_of, replaced, same
 from tests.support.fixtures import Batches, Federation
@@ -92,6 +93,19 @@ def test_x_is_weighted_by_examples_and_c_is_not() -> None:
     client 1 has c - c_1 = 6 and takes 2.25 to 2.375 and 2.4375; x = (3.12890625 + 3 * 2.4375)/4.
     """
     assert weights(models_of(one_weight((1, 3)), strategy(), 2)) == [2.25, (3.12890625 + 3 * 2.4375) / 4]
+
+
+def test_control_variates_are_means_of_the_gradients_before_clipping(federation: Federations) -> None:
+    """In the first round there is nothing to correct, and the only step of each client begins at the same model."""
+
+    class Clipped(Scaffold):
+        def config(self, round: Round) -> dict[str, Any]:
+            return {**super().config(round), CLIP: 1e-3}
+
+    fed, plain, clipped = federation((8, 12), batches=1), strategy(), Clipped(fraction_evaluate=0.0)
+    models = [models_of(fed, rule, 1)[-1] for rule in (plain, clipped)]
+    assert not same(*models)
+    assert all(same(plain.memory.controls[i], clipped.memory.controls[i]) for i in range(2))
 
 
 def held(state: NodeState, rule: Scaffold, partition: int) -> Arrays:

@@ -21,6 +21,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from torch import nn
 
 from fedbn_flwr import LocalGrid, client_app, convert_norm
+from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
@@ -68,6 +69,7 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
+from strategies.scaffold import total_of
 from tests.support.bounds import Equal
 from tests.support.experiments import read
 from tests.support.federations import Arrays, Changed, Federations, last_model, models_of, same
@@ -313,6 +315,22 @@ def test_clients_may_drop_out_at_every_stage(federation: Federations, stage: str
     # A client whose masked reply has arrived is in the sum, whether it answers later or not.
     twin = losing(fed.grid(), set() if stage == "unmask" else lost, at_stage("train"))
     assert distance(masked, last_model(fed, RULES[rule](), 3, twin)) < 5e-8
+
+
+def test_after_a_loss_of_control_variates_all_begin_at_zero(federation: Federations) -> None:
+    """The server doesn't know whose it was. At the end c is the sum of what the clients have."""
+
+    def forget(sent: list[Message], replies: list[Message]) -> list[Message]:
+        if sent and sent[0].metadata.message_type == "train" and config_of(sent[0].content)[protocol.ROUND] == 2:
+            grid.contexts()[2].state = RecordDict()
+        return replies
+
+    fed, rule = double(federation), Scaffold(**NO_EVALUATION)
+    grid = fed.grid()
+    last_model(fed, Secure(rule), 4, Changed(grid, forget))
+    own = [NodeState(context.state).load("fedbn.control.4") for context in grid.contexts().values()]
+    for key, total in total_of(rule.memory.controls).items():
+        np.testing.assert_allclose(total, sum(control[key] for control in own), atol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize(
