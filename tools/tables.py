@@ -266,6 +266,7 @@ TABLES: dict[str, Callable[[], Table]] = {
             "check",
             "model",
             "predict",
+            "export",
             "flwr",
         ]
     },

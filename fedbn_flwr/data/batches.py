@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Inputs, Targets, Value
@@ -23,19 +23,21 @@ Augmentation = Callable[[Inputs, Targets, torch.Generator], tuple[Inputs, Target
 
 
 @functools.lru_cache(maxsize=16)
-class Standardiser:
+class Standardiser(nn.Module):
     """Turns examples into inputs of the model: zero mean and unit standard deviation per feature or channel.
 
     Tokens stay as they are. Missing values become the mean, zero, and so do padded ones.
     """
 
     def __init__(self, moments: Moments, device: torch.device) -> None:
-        self.mean, self.deviation = (torch.tensor(list(values), device=device) for values in moments)
+        super().__init__()
+        mean, deviation = (torch.tensor(list(values), device=device) for values in moments)
         # For pixels one multiplication and one addition: (x / 255 - mean) / deviation.
-        self.scale = (1 / (255 * self.deviation)).view(1, -1, 1, 1)
-        self.shift = (-self.mean / self.deviation).view(1, -1, 1, 1)
+        scale, shift = (values.view(1, -1, 1, 1) for values in (1 / (255 * deviation), -mean / deviation))
+        self.mean, self.deviation = nn.Buffer(mean), nn.Buffer(deviation)
+        self.scale, self.shift = nn.Buffer(scale, persistent=False), nn.Buffer(shift, persistent=False)
 
-    def __call__(self, inputs: Value) -> Value:
+    def forward(self, inputs: Value) -> Value:
         if isinstance(inputs, Tensor):
             return self._standardise(inputs)
         key, mask = main_key(inputs), inputs.get(MASK)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
 
-    from fedbn_flwr.batch import Value
-
+    from .read.portable import Format
     from .report.figure import Plot
 
 
@@ -82,11 +81,19 @@ class Result(Run):
                 return site_model(self.files, Path(state), client).network
             return global_model(self.files, file) if client is None else personal_model(self.files, client).network
 
-    def normalise(self) -> Callable[[Value], Value]:
-        """The normalisation of the model's inputs: a function of inputs with pixel values from 0 to 1."""
-        from .read.trained import normalisation
+    def normalise(self) -> nn.Module:
+        """The normalisation of the model's inputs, a module that takes inputs with pixel values from 0 to 1."""
+        from .read.portable import normaliser
 
-        return normalisation(self.files)
+        return normaliser(self.files)
+
+    def export(
+        self, out: str | Path, client: int | None = None, *, form: Format = "torch", fold: bool = False
+    ) -> list[str]:
+        """Write the model, or a client's, to a file that loads without this project, as `fedbn export` does."""
+        from .read.portable import export
+
+        return export(self.files, self.model(client), Path(out), form, fold=fold)
 
     def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
         """Plot the first metric of the table against rounds, communication rounds and bytes; see `Results.plot`."""

@@ -98,7 +98,7 @@ def commands_of(page: str) -> list[list[str]]:
     """The words of the commands of a page, without those of an extension that is not installed."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     found = [shlex.split(line) for block in blocks for line in block.splitlines()]
-    absent = {"check", "model", "predict"} - declared("commands").keys()
+    absent = {"check", "model", "predict", "export", "adapt"} - declared("commands").keys()
     return [words for words in found if words[1] not in absent]
 
 

@@ -1,3 +1,10 @@
-"""Operating a site: `fedbn check` before a run, `fedbn model` and `fedbn predict` after it."""
+"""Operating a site: `fedbn check` before a run, `fedbn model`, `fedbn predict` and `fedbn export` after it."""
 
-PARTS = {"commands": {"check": "check:add", "model": "model:add_model", "predict": "model:add_predict"}}
+PARTS = {
+    "commands": {
+        "check": "check:add",
+        "model": "model:add_model",
+        "predict": "model:add_predict",
+        "export": "export:add",
+    }
+}

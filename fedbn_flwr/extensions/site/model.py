@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fedbn_flwr.results.folder.reader import RunReader
 
-_RUN = (
+RUN = (
     "RUN is the run's folder, or a copy of it at the site. Copy it without `checkpoint`: on the local engine, this "
     "folder contains other clients' states."
 )
@@ -29,14 +29,14 @@ def add_model(commands: Commands) -> None:
         write,
         summary="write a client's own model, from the run's model and the client's state",
         description=(
-            f"Combine a run's global model with the arrays that a client keeps, such as FedBN's batch norms. {_RUN}"
+            f"Combine a run's global model with the arrays that a client keeps, such as FedBN's batch norms. {RUN}"
         ),
         epilog=(
             "Examples: fedbn model heart --state /srv/fedbn-state --out model-site.safetensors; after a run on this "
             "machine: fedbn model runs/mine/FedBN --client 0 --out model-0.safetensors"
         ),
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the model, in safetensors format")
 
 
@@ -46,10 +46,10 @@ def add_predict(commands: Commands) -> None:
         "predict",
         predict,
         summary="predict with a run's model or a client's",
-        description=f"Predict with a run's global model or, with --client or --state, with a client's model. {_RUN}",
+        description=f"Predict with a run's global model or, with --client or --state, with a client's model. {RUN}",
         epilog="Example: fedbn predict heart --state /srv/fedbn-state --data new.csv --out predictions.csv",
     )
-    _add_run(parser)
+    add_run(parser)
     parser.add_argument(
         "--data",
         type=Path,
@@ -61,7 +61,7 @@ def add_predict(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the predictions, a CSV file")
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of the run")
     parser.add_argument("--state", type=Path, metavar="DIR", help="the state folder of the site's node")
     parser.add_argument(
@@ -89,7 +89,7 @@ def write(arguments: argparse.Namespace) -> None:
             "model.safetensors in the run's folder is the global model"
         )
     with named.only(arguments.allow):
-        _, model = _model(arguments)
+        _, model = model_of(arguments)
     with loading():
         from safetensors.torch import save
 
@@ -110,14 +110,14 @@ def predict(arguments: argparse.Namespace) -> None:
             from .predict import predictions
 
     with named.only(arguments.allow):  # someone else may have written the run's folder
-        folder, model = _model(arguments)
+        folder, model = model_of(arguments)
         found = predictions(folder, model, arguments.data, arguments.id)
     with replacing(arguments.out, mode=0o600) as file, file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([found.columns, *found.rows])
     print("\n".join([*found.said, f"predictions: {arguments.out}"]))
 
 
-def _model(arguments: argparse.Namespace) -> tuple[RunReader, nn.Module]:
+def model_of(arguments: argparse.Namespace) -> tuple[RunReader, nn.Module]:
     """Load the model that the options ask for, and print which one it is."""
     with loading():
         from fedbn_flwr.results.read.trained import personal_model, site_model

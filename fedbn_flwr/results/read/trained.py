@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,11 +11,8 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.batch import Value
 from fedbn_flwr.client.evaluation import InUnits
 from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, stored_rounds
-from fedbn_flwr.data.batches import Standardiser
-from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, unpack
@@ -131,11 +128,6 @@ def _personal(
 
 def _tensors(arrays: Arrays) -> dict[str, Tensor]:
     return {key: torch.from_numpy(value.copy()) for key, value in arrays.items()}
-
-
-def normalisation(folder: RunReader) -> Callable[[Value], Value]:
-    moments = folder.moments()
-    return lambda inputs: Standardiser(moments, main_input(inputs).device)(inputs)
 
 
 def _build(folder: RunReader, state: Mapping[str, Tensor], file: Path) -> nn.Module:
