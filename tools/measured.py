@@ -24,7 +24,8 @@ FREE_KEYS = ("data.root", "data.revision", "data.memory", "train.channels_last",
 
 # Elsewhere None is the default of the time of the run, which a raw file may have as a value.
 NONE_COUNTS = ("data.examples", "data.test_examples", "train.steps", "train.epochs", "train.schedule.switch")
-GONE = {"data.partition.assignment": "consecutive", "data.partition.by": "class"}  # options, and what holds since then
+# Options that raw files may have or lack: what holds without them.
+GONE = {"data.partition.assignment": "consecutive", "data.partition.by": "class", "data.partition.rotate": 0}
 WITHOUT_DEFAULTS = ("strategy.", "data.partition.")
 
 

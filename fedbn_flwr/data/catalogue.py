@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from . import Moments, Size
+from .watch import PACKAGE
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Entry:
     size: int | None  # images are resized to size x size, as in the papers; None: not resized
     examples: int | None = None  # to train on
     hub: str | None = None  # name on the Hugging Face hub
-    embedded: bool = False  # part of the package: neither a hub nor a local copy has it
+    embedded: str = ""  # the package that has the data; neither a hub nor a local copy has them
     test: str = "test"  # the hub's split with public labels to test on
     image: str = "image"  # names of columns
     label: str = "label"
@@ -96,7 +97,7 @@ CATALOGUE: Mapping[str, Entry] = {
         channels=1,
         size=8,
         examples=1_438,  # every fifth is a test image
-        embedded=True,
+        embedded="fedbn-flwr",
     ),
     "heart": Entry(
         "Heart Disease, patients of four hospitals",
@@ -104,9 +105,16 @@ CATALOGUE: Mapping[str, Entry] = {
         channels=13,
         size=None,
         examples=486,
-        embedded=True,
+        embedded="fedbn-flwr",
         domain="domains",
         domains=("cleveland", "hungarian", "switzerland", "va"),
+    ),
+    "watch": Entry(
+        "smartwatches of ten persons during shoulder exercises",
+        classes=7,
+        channels=6,
+        size=None,
+        embedded=PACKAGE,
     ),
     "cifar10": Entry(
         "CIFAR-10",
@@ -253,5 +261,5 @@ def describe_datasets() -> dict[str, str]:
 
 def _source(entry: Entry) -> str:
     if entry.embedded:
-        return "embedded"
+        return "embedded" if entry.embedded == "fedbn-flwr" else f"in the package {entry.embedded}"
     return f"{entry.hub} on the hub" if entry.hub else "local copy: data.root"

@@ -80,7 +80,7 @@ def open_examples(given: Source, tables: Tables, entry: Entry | None = None, kno
         for column, found in train.columns.items()
     }
     if source.series is not None:
-        tables, inputs = _of_series(source, tables)
+        tables, inputs = of_series(source, tables)
         train = next(iter(tables.values()))
     grouping = [(key, column) for key, column in _named(source) if key in ("domain", "group") or "." in key]
     groups = {key: _groups(name, tables, key, column, source.domains) for key, column in grouping}
@@ -228,13 +228,14 @@ def _complete(source: Source, tables: Tables, entry: Entry | None) -> Source:
     return named.model_copy(update={"inputs": inputs, "label": label})
 
 
-def _of_series(source: Source, tables: Tables) -> tuple[Tables, Names]:
-    """The columns of a long table with a value for each series, and the names of the new inputs."""
+def of_series(source: Source, tables: Tables) -> tuple[Tables, Names]:
+    """The columns of a long table with a value for each series or window, and the names of the new inputs."""
     longs = {
         part: Long(
             f"{source.name!r}: {part}",
             table.columns[str(source.series)].read(),
             table.columns[source.time].read() if source.time else None,
+            source.window,
         )
         for part, table in tables.items()
     }
@@ -247,7 +248,7 @@ def _of_series(source: Source, tables: Tables) -> tuple[Tables, Names]:
         of = tables[part].columns
         values = {"inputs": long.stacked([of[name].read() for name in source.inputs], length), MASK: long.mask(length)}
         made = {name: Column("array", partial(np.asarray, values[name])) for name in new}
-        others = [name for key, name in _named(source) if key not in ("series", "time") and name in of]
+        others = [name for key, name in _named(source) if key != "time" and name in of]
         one = {name: replace(of[name], read=partial(long.one_each, name, of[name].read())) for name in others}
         found[part] = Table(made | one)
     return found, new

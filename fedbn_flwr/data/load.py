@@ -31,6 +31,7 @@ from .paths import local
 from .source import PARTS, Source
 from .streamed import Streamed
 from .table import as_rows, table_of
+from .watch import recordings
 
 KEY = "data.name"
 
@@ -54,7 +55,7 @@ def load(source: Source) -> DataSet:
 
 
 def _read(source: Source, entry: Entry | None) -> DataSet:
-    is_own, is_embedded = named.is_name(source.name), entry is not None and entry.embedded
+    is_own, is_embedded = named.is_name(source.name), entry is not None and bool(entry.embedded)
     folder = None if is_own or is_embedded else local(source, entry)
     if source.revision is not None and (is_own or is_embedded or folder):
         raise DataError(
@@ -132,7 +133,9 @@ def _columns(where: str, split: Any, memory: float) -> Tree:
 
 
 def embedded(name: str) -> Tree:
-    """A data set of this package, whose file has its source and licence too."""
+    """A data set of a package; the files of this one have their source and licence too."""
+    if name == "watch":
+        return recordings()
     found: Tree = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
     return found
 

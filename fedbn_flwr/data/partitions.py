@@ -244,15 +244,24 @@ def domain(
 
 
 @kind()
-def natural(rows: Rows, clients: int, seed: int) -> ClientRows:
-    """All examples with one value in the column `data.group`, for instance a site; one client for each value."""
+def natural(
+    rows: Rows,
+    clients: int,
+    seed: int,
+    *,
+    rotate: Annotated[int, Field(ge=0)] = 0,  # values by which each seed moves on
+) -> ClientRows:
+    """All examples with one value in the column `data.group`, for instance a site; one client for each value.
+
+    With `rotate`, client 0 has the value number `seed * rotate`, and so on in a circle: each seed has other newcomers.
+    """
     found = rows.by_group()
     if len(found) != clients:
         raise DataError(
             f"data.partition (natural): the column of data.group has {len(found)} values ({few(found, 5)}), but "
             f"clients is {clients}; set clients={len(found)}"
         )
-    return list(found.values())
+    return list(map(list(found.values()).__getitem__, np.roll(range(clients), -seed * rotate)))
 
 
 # --- a partition -------------------------------------------------------------

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import DataError, log_once
+
+from .source import Window
 
 
 class Long:
     """A long table by its columns of ids and times; without times, the rows of a series keep their order.
 
-    The series are in the order of their ids.
+    The series are in the order of their ids. If they are cut into windows, each window is a series from then on.
     """
 
-    def __init__(self, where: str, ids: np.ndarray, times: np.ndarray | None) -> None:
+    def __init__(self, where: str, ids: np.ndarray, times: np.ndarray | None, window: Window | None = None) -> None:
         keys = [_ordered(where, column) for column in (ids, times) if column is not None]
         twice = 0 if times is None else len(ids) - len(np.unique(keys, axis=1).T)
         if twice:
@@ -25,6 +27,27 @@ class Long:
         self.series = keys[0][self.rows]  # the series of each row
         self.lengths = np.bincount(self.series)
         self.first = np.cumsum(self.lengths) - self.lengths  # the place of the first row of each series
+        if window is not None:
+            self._cut(window.length, window.step)
+
+    def _cut(self, length: int, step: int) -> None:
+        """Rows behind the last window of a series are left out, and so are rows of series shorter than a window."""
+        counts = np.maximum(0, (self.lengths - length) // step + 1)
+        if not (total := int(counts.sum())):
+            raise DataError(
+                f"{self.where}: no series has the {length} rows of a window (data.window.length); the longest has "
+                f"{self.lengths.max()}"
+            )
+        if short := int((counts == 0).sum()):
+            log_once(f"data.window leaves out {short} of {len(counts)} series of {self.where}, shorter than a window")
+        within = np.arange(total) - np.repeat(
+            np.cumsum(counts) - counts, counts
+        )  # the number of a window in its series
+        starts = np.repeat(self.first, counts) + step * within
+        self.rows = self.rows[(starts[:, None] + np.arange(length)).ravel()]
+        self.series = np.repeat(np.arange(total), length)
+        self.lengths = np.full(total, length)
+        self.first = length * np.arange(total)
 
     def stacked(self, columns: Sequence[np.ndarray], length: int) -> np.ndarray:
         """float32 [N, C, length], zero behind the end of a series."""

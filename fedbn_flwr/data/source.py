@@ -69,6 +69,18 @@ class HeldOut(Section):
         return share / (1 - share)
 
 
+class Window(Section):
+    """How series are cut into windows, each of which is an example."""
+
+    length: Positive = setting(..., "the rows of a window")
+    overlap: float = setting(0.0, "the share of a window that the next one has too", ge=0, lt=1)
+
+    @property
+    def step(self) -> int:
+        """Rows between the first rows of two windows."""
+        return max(1, round(self.length * (1 - self.overlap)))
+
+
 Split = Annotated[
     Annotated[HeldOut, Tag("<share>")]
     | Annotated[
@@ -132,6 +144,10 @@ class Source(Section):
         "[Data](data.md#series)",
     )
     time: str | None = setting(None, "the column by which the rows of a series are ordered; by default as in the table")
+    window: Window | None = setting(
+        None,
+        "cuts each series into windows of one length: `{length: 200, overlap: 0.5}`; see [Data](data.md#series)",
+    )
     train: str | None = setting(None, "name of the training split; in a folder, the prefix of its files")
     test: Split | None = setting(
         None,
@@ -203,8 +219,9 @@ class Source(Section):
             yield f"class_names is {list(names)}; expected different texts"
         if names and self.classes not in (None, len(names)):
             yield f"classes is {self.classes}, but class_names has {len(names)}; leave classes out"
-        if self.time and not self.series:
-            yield f"time is {self.time!r}, which orders the rows of a series; give data.series, the column of their ids"
+        for key, does in (("time", "orders the rows of a series"), ("window", "cuts series")):
+            if (value := getattr(self, key)) is not None and self.series is None:
+                yield f"{key} is {value!r}, which {does}; give data.series, the column of their ids"
         if self.options and not is_name(self.name):
             option = next(iter(self.options))
             yield f"options.{option} is an argument of a data set module:callable, but name is {self.name!r}"
@@ -215,10 +232,15 @@ class Source(Section):
 
     @property
     def held_out(self) -> HeldOut | None:
-        """How the test split is drawn from the examples; None if the data have one."""
-        if isinstance(self.test, float):
-            return HeldOut(share=self.test)
-        return self.test if isinstance(self.test, HeldOut) else None
+        """How the test split is drawn from the examples; None if the data have one.
+
+        Windows may overlap, so all windows of a series are on one side.
+        """
+        test = HeldOut(share=self.test) if isinstance(self.test, float) else self.test
+        if not isinstance(test, HeldOut):
+            return None
+        whole = self.window is not None and (test.by, test.time) == (None, None)
+        return test.model_copy(update={"by": self.series}) if whole else test
 
     def of_seed(self, seed: int) -> Self:
         """With the test split that this seed draws, if each seed draws its own."""

@@ -20,7 +20,7 @@ from fedbn_flwr.trees import Draft, Tree
 from .compound import DECLARE, computes_batch_norm, modules_after
 from .fixup import convolutions, fixup, residual_blocks
 from .roles import AFFINE, batch_norms, check_own
-from .variants import BatchRenorm, HybridBatchNorm, MaskedBatchNorm1d, StaticBatchNorm
+from .variants import BatchRenorm, HybridBatchNorm, MaskedBatchNorm1d, StaticBatchNorm, WithoutMask
 from .wsconv import RELU_GAMMA, standardise
 
 Convert = Callable[..., nn.Module]  # takes a batch norm, its name, and the options that the signature names
@@ -204,11 +204,6 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
         raise SettingsError(
             f"norm {kind!r}: {where} is a {type(layer).__name__} of unknown size; pass a batch through the model first"
         )
-    if isinstance(layer, MaskedBatchNorm1d) and not is_name(kind):
-        raise SettingsError(
-            f"norm {kind!r}: {where} is a {type(layer).__name__}, whose mask other norms cannot take; keep it (norm "
-            "'bn'), or replace it in the model"
-        )
     if not computes_batch_norm(layer) and not isinstance(layer, BatchRenorm):
         raise SettingsError(
             f"norm {kind!r}: {where} is a {type(layer).__name__}, which computes more than batch norm, so replacing it "
@@ -229,8 +224,9 @@ def _replace(layer: _BatchNorm, where: str, kind: str, convert: Convert) -> nn.M
             setattr(new, name, getattr(layer, name))
     new.load_state_dict({name: state[name] for name in shared}, strict=False)
     new.train(layer.training)
-    if not (after := modules_after(layer)):
+    after, masked = modules_after(layer), isinstance(layer, MaskedBatchNorm1d) and not is_name(kind)
+    if not after and not masked:
         return new
-    whole = nn.Sequential(OrderedDict(norm=new, **after))
+    whole = (WithoutMask if masked else nn.Sequential)(OrderedDict(norm=new, **after))
     whole.training = layer.training
     return whole

@@ -51,6 +51,18 @@ def at_real_positions(function: Callable[[Tensor], Tensor], input: Tensor, mask:
     return places.index_put((mask,), values).transpose(1, 2)
 
 
+class WithoutMask(nn.Sequential):
+    """Another norm in the place of a MaskedBatchNorm1d, for series of one length, which have no mask."""
+
+    def forward(self, input: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            raise ValueError(
+                f"a {type(self[0]).__name__} cannot leave out the padded positions of a mask; use norm 'bn', or series "
+                "of one length"
+            )
+        return cast(Tensor, super().forward(input))
+
+
 class AnyBatchNorm(_BatchNorm):
     """Batch norm for inputs with any number of axes."""
 

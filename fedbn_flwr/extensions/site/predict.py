@@ -18,7 +18,7 @@ from fedbn_flwr.client.evaluation import metric_inputs
 from fedbn_flwr.client.losses import logits_of
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.columns import open_examples, read
+from fedbn_flwr.data.columns import of_series, open_examples, read
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.folders import open_new, open_splits
 from fedbn_flwr.data.paths import check_rights
@@ -78,8 +78,9 @@ def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | No
     columns: dict[str, Sequence[object]] = {"row": examples.rows.tolist()}
     if (image := next((name for name in data.types if table.columns[name].kind == "Image"), None)) is not None:
         columns["file"] = np.array(_file_names(table, image, path))[examples.rows].tolist()
-    if source.series is not None:  # in the order of series.Long
-        columns[source.series] = np.unique(np.array(table.columns[source.series].read().tolist())).tolist()
+    if source.series is not None:
+        windows = of_series(source, {_PART: table})[0][_PART]
+        columns[source.series] = windows.columns[source.series].read().tolist()
     elif ident is not None:
         columns[ident] = table.columns[ident].read()[examples.rows].tolist()
     said = [f"{path}: {len(examples)} examples", *said]
@@ -113,7 +114,7 @@ def _source(data: Data, described: Json, task: Task, path: Path) -> Source:
         "size": data.size or (entry.size if entry else None),
         "fit": data.fit or (entry.fit if entry else None),
     }
-    kept = {"series", "time", "categories", "ranges", "missing", "shape", "tokens", "train", "test"}
+    kept = {"series", "time", "window", "categories", "ranges", "missing", "shape", "tokens", "train", "test"}
     return Source(**(data.model_dump(include=kept) | changes))
 
 

@@ -121,3 +121,46 @@ def test_a_series_with_a_missing_value_is_left_out(tmp_path: Path) -> None:
     values, mask = tensors(data.train.inputs)
     assert values[:, 0, 0].tolist() == [200, 300]
     assert mask.sum(1).tolist() == [4, 5]
+
+
+# --- windows -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("overlap", "step"), [(0.0, 4), (0.5, 2), (0.7, 1), (0.99, 1)])
+def test_windows_are_the_slices_of_each_series(overlap: float, step: int, tmp_path: Path) -> None:
+    frame = long((9, 3, 4, 14))
+    shuffled = frame.sample(frac=1, random_state=0)
+    data = opened(write(tmp_path, shuffled, frame), window={"length": 4, "overlap": overlap})
+    expected = [
+        (own[["hr", "bp"]].to_numpy(np.float32)[first : first + 4].T, own["site"].iloc[0])
+        for _, own in frame.groupby("visit")
+        for first in range(0, len(own) - 3, step)
+    ]
+    assert isinstance(data.train.inputs, torch.Tensor)
+    assert data.train.inputs.equal(torch.from_numpy(np.stack([values for values, _ in expected])))
+    assert data.train.inputs.equal(data.test.inputs)
+    assert data.groups is not None
+    assert [data.groups.names[group] for group in data.groups.train] == [site for _, site in expected]
+
+
+@pytest.mark.parametrize("test", [0.25, {"share": 0.25, "split": 3}, {"folds": 4, "split": 1}])
+def test_windows_of_a_series_are_on_one_side_of_the_split(test: object, tmp_path: Path) -> None:
+    long((9,) * 8).to_csv(tmp_path / "visits.csv", index=False)
+    source = Source(name=str(tmp_path / "visits.csv"), **KEYS, window={"length": 4, "overlap": 0.5}, test=test)
+    data = load(source)
+    of_train, of_test = ({int(row) // 100 for row in part.inputs[:, 0, 0]} for part in (data.train, data.test))
+    assert (len(of_train), len(of_test), of_train & of_test) == (6, 2, set())
+
+
+def test_no_window_is_an_error_and_series_too_short_are_counted(
+    tmp_path: Path, flower_log: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path, long(), long())
+    with pytest.raises(DataError, match=r"train: no series has the 6 rows of a window .*; the longest has 5"):
+        opened(folder, window={"length": 6})
+    assert len(opened(folder, window={"length": 5}).train) == 2
+    assert "data.window leaves out 2 of 4 series" in flower_log.text
+    with pytest.raises(ValueError, match=r"window is .*, which cuts series; give data\.series"):
+        opened(folder, series=None, time=None, window={"length": 5})
+    with pytest.raises(ValueError, match="overlap"):
+        opened(folder, window={"length": 5, "overlap": 1.0})

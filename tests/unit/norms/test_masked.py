@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import Role, convert_norm, roles
-from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.statistics import frozen_norm, reestimate
 from fedbn_flwr.norms.variants import MaskedBatchNorm1d
 
@@ -125,8 +124,15 @@ def test_its_arrays_have_the_roles_of_batch_norm_and_freeze_like_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gn", "ln", "in", "none", "sbn", "brn"])
-def test_it_is_not_converted_since_other_norms_take_no_mask(kind: str) -> None:
-    with pytest.raises(SettingsError, match=f"norm '{kind}': norm1 is a MaskedBatchNorm1d"):
-        convert_norm(Net(), kind)
+def test_other_norms_take_its_place_where_series_have_no_mask(kind: str) -> None:
+    x = torch.randn(4, 6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    layers = [
+        convert_norm(nn.Sequential(norm(6, dtype=torch.float64)), kind)[0]
+        for norm in (MaskedBatchNorm1d, nn.BatchNorm1d)
+    ]
+    assert layers[0](x).equal(layers[1](x))
+    assert layers[0](x, None).equal(layers[1](x))
+    with pytest.raises(ValueError, match="cannot leave out the padded positions of a mask; use norm 'bn'"):
+        convert_norm(Net(), kind, groups=1)(batches()[0][0])
     net = Net()
     assert convert_norm(net, "bn") is net

@@ -200,6 +200,9 @@ def test_predictions_of_series_have_the_ids_of_the_series(tmp_path: Path, capsys
     found, _ = predicted(capsys, result.folder, "--data", tmp_path / "all.csv")
     assert sorted(row["visit"] for row in found) == sorted(visits)
     assert all(row["label"] == "ny"[int(row["visit"][1:]) % 2] for row in found)
+    result = trained_on(tmp_path / "windows", "cnn1d", **data, window={"length": 2, "overlap": 0.5})
+    found, _ = predicted(capsys, result.folder, "--data", tmp_path / "all.csv")
+    assert sorted(row["visit"] for row in found) == sorted(3 * visits)
 
 
 # --- image files -------------------------------------------------------------
