@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from fedbn_flwr import BNClient, LocalGrid, build_model, client_app
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.exchange.carriers import Answers, ByMessages, Cohort
@@ -70,6 +71,7 @@ def test_twenty_rounds_equal_twenty_steps_of_centralised_sgd(
 
 def test_unequal_batches_equal_the_union_when_weighted_by_batch(federation: Federations) -> None:
     fed = federation((3, 8, 5), batches=1, model=two_norms, dtype=torch.float64, lr=0.1, steps=1)
+    fed.data[0].num_examples = 30  # of which its batch has three
     ours = last_model(fed, FedTAN(fraction_evaluate=0.0, weights="batch"), 5)
     assert distance(ours, centralised(fed, 5, lr=0.1)) < 1e-10
 
@@ -104,6 +106,22 @@ def test_weights_by_data_and_by_batch_differ_for_equal_batches(federation: Feder
     assert len({len(data.batches[0][1]) for data in fed.data}) == 1
     by_data, by_batch = (last_model(fed, FedTAN(fraction_evaluate=0.0, weights=w), 1) for w in ("data", "batch"))
     assert distance(by_data, by_batch) > 1e-6
+
+
+def test_an_exchange_waits_no_longer_than_a_round(federation: Federations) -> None:
+    waited: set[float | None] = set()
+
+    class Timed(GridAround):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            waited.add(timeout)
+            return super().send_and_receive(messages, timeout=timeout)
+
+    for limit, expected in ((50, {50}), (700, {600, 700})):
+        waited.clear()
+        fed = federation((4, 4), batches=1, model=two_norms)
+        rule = FedTAN(fraction_evaluate=0.0, direct=False)
+        rule.start(Timed(fed.grid()), fed.arrays(), num_rounds=1, timeout=limit)
+        assert {timeout for timeout in waited if timeout is not None} == expected
 
 
 def test_one_client_equals_fedavg(federation: Federations) -> None:

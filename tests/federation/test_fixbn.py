@@ -166,6 +166,14 @@ def test_only_what_is_frozen_does_not_change(federation: Federations, freeze: An
     assert changes == [everything] * 2 + [everything - still] * 3
 
 
+def test_two_may_freeze_one_after_the_other(federation: Federations) -> None:
+    for inner, outer in (("affine", "statistics"), ("statistics", "affine")):
+        both = FixBN(
+            FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=1, freeze=[inner]), freeze_round=2, freeze=[outer]
+        )
+        assert freezes(federation(), both, 3) == ["", inner, "affine,statistics"]
+
+
 def test_round_zero_freezes_what_the_model_came_with(federation: Federations) -> None:
     models = models_of(federation(), FixBN(FedAvg(), freeze_round=0), 2)
     assert models[-1]["1.running_mean"].tolist() == [0] * 4
