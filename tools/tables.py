@@ -76,19 +76,24 @@ def section(prefix: str, model: type[BaseModel], whole: tuple[type[BaseModel], .
         if isinstance(inner, type) and issubclass(inner, BaseModel) and inner.model_fields and inner not in whole:
             yield from section(f"{prefix}{name}.", inner)
         elif name != "partition":
-            yield f"`{prefix}{name}`", default_of(field), field.description
+            yield f"`{prefix}{name}`", default_of(field), from_folder(field.description or "")
+
+
+def from_folder(text: str) -> str:
+    """Links to pages of docs, on a page of a folder there."""
+    return re.sub(r"\]\((?=[\w/-]+\.md)", "](../", text)
 
 
 def run_keys() -> Table:
     own = {name: field for name, field in settings.Settings.model_fields.items() if _plain(field)}
     rows: list[Row] = [
-        (f"`{name}`", default_of(field), field.description)
+        (f"`{name}`", default_of(field), from_folder(field.description or ""))
         for name, field in own.items()
         if name not in settings.DERIVED
     ]
     return ("key", "default", "meaning"), [
         *rows,
-        *((f"`{name}`", None, meaning) for name, meaning in KEYS_OF_A_FILE.items()),
+        *((f"`{name}`", None, from_folder(meaning)) for name, meaning in KEYS_OF_A_FILE.items()),
     ]
 
 
@@ -119,7 +124,7 @@ def strategies() -> Table:
     rows: list[Row] = []
     for name in STRATEGIES:
         own = ", ".join(f"`{argument.name}`" for argument in describe(name).arguments)
-        rows.append((f"[`{name}`](strategies/{concepts.page_of(name)}.md)", describe(name).does, own))
+        rows.append((f"[`{name}`](../strategies/{concepts.page_of(name)}.md)", describe(name).does, own))
     return ("strategy", "what it does", "arguments of its own"), rows
 
 

@@ -1,7 +1,7 @@
 """The settings of an experiment, frozen, and what is wrong with the keys and values of a mapping.
 
 Only this folder uses them: `prepare.py` and `node.py` pass plain arguments to the rest of the library.
-docs/settings.md lists the keys, with the descriptions below.
+The pages of docs/settings list the keys, with the descriptions below.
 """
 
 from __future__ import annotations
@@ -555,7 +555,7 @@ class Settings(Section):
     data: Data = Data()
     model: Model = Model()
     train: Train = Train()
-    strategy: Strategy = setting({"name": "FedAvg"}, "the strategy and its arguments, see [below](#strategy)")
+    strategy: Strategy = setting({"name": "FedAvg"}, "a [strategy](settings/strategy.md) and its arguments")
     evaluate: Evaluate = Evaluate()
     engine: Engine = Engine()
     track: Several[PartSpec] = setting(

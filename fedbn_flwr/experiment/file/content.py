@@ -21,7 +21,7 @@ KEYS_OF_A_FILE = {  # in addition to the keys of a run
     "seeds": "a list of seeds; every run is repeated for each seed, and the report shows mean and standard deviation",
     "runs": (
         "a mapping from labels to the settings that differ; a `strategy` with another name, or a `partition` of "
-        "another kind, replaces the whole section above"
+        "another kind, replaces the section as a whole"
     ),
     "sweep": "conditions: lists of values by key, all of which are run and shown, see [Sweeps and sizes](sweeps.md)",
     "tune": "hyperparameters: lists of values by key; the best values are chosen on held-out training examples",
