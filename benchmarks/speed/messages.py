@@ -21,6 +21,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from torch import nn
 
 from fedbn_flwr.client.app import client_app
+from fedbn_flwr.client.training import TRAINER, Trained
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.messages.aggregate import weighted_mean
 from fedbn_flwr.messages.arrays import pack, unpack
@@ -68,7 +69,8 @@ def empty_round(options: Options) -> Iterator[Figure]:
     model = resnet20(cpu)
     tensors, arrays = ModelTensors(model), pack(initial_arrays(model))
     strategy = FedAvg(min_available_nodes=5)
-    app = same_clients(random_images(BATCH, cpu), lambda _: tensors, steps=0)
+    app = same_clients(random_images(BATCH, cpu), lambda _: tensors, steps=1)
+    trainer = TRAINER.set(lambda training: Trained(0.0, BATCH, 1, ()))  # takes no step
     with LocalGrid(app, 5, threads=1) as grid:
         rounds = itertools.count(1)
         train_round(strategy, grid, next(rounds), arrays)
@@ -76,6 +78,7 @@ def empty_round(options: Options) -> Iterator[Figure]:
             1000 * seconds(lambda: train_round(strategy, grid, next(rounds), arrays))
             for _ in range(10 * options.repeats)
         ]
+    TRAINER.reset(trainer)
     yield figure("round without a step, five clients, 270k parameters", values, "ms", most=5)
     yield from _aggregation(options)
 

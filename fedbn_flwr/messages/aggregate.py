@@ -29,6 +29,7 @@ def total_weight(weights: Sequence[float]) -> float:
 
 
 _PIECE = 1 << 15  # elements summed at a time, in the cache; for fewer, threads would wait for Python's global lock
+_SMALL = 1 << 13  # elements of an array for which starting NumPy's functions takes longer than their arithmetic
 _THREADS = min(8, cores())
 _LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as adding about 100,000 elements
 
@@ -42,8 +43,19 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
     """
     total = total_weight(weights)
     given = [reply for reply, _ in zip(replies, weights, strict=True)]
-    means = _means([[reply[key].reshape(-1) for reply in given] for key in given[0]], weights, total)
-    return {key: frozen(mean.reshape(given[0][key].shape)) for key, mean in zip(given[0], means, strict=True)}
+    blocks: dict[object, list[str]] = {}  # keys whose arrays are averaged as one: the small ones of a dtype
+    for key, value in given[0].items():
+        blocks.setdefault(value.dtype if value.size < _SMALL else key, []).append(key)
+    flat = _means([[_joined(reply, keys) for reply in given] for keys in blocks.values()], weights, total)
+    means: dict[str, Array] = {}
+    for keys, mean in zip(blocks.values(), flat, strict=True):
+        means |= zip(keys, np.split(mean, np.cumsum([given[0][key].size for key in keys])[:-1]), strict=True)
+    return {key: frozen(means[key].reshape(value.shape)) for key, value in given[0].items()}
+
+
+def _joined(arrays: Arrays, keys: Sequence[str]) -> Array:
+    flat = [arrays[key].reshape(-1) for key in keys]
+    return np.concatenate(flat) if len(keys) > 1 else flat[0]
 
 
 def pooled_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:

@@ -32,10 +32,11 @@ def size_problem(arrays: Arrays, variances: Collection[str] | None = None) -> st
 
     `variances` are the keys with the square of the limit, by default the running variances.
     """
+    floats = {key: value for key, value in arrays.items() if value.dtype.kind in "fc"}
+    if norm(floats) < min(map(largest, {value.dtype for value in floats.values()}), default=0):
+        return None  # nearly always
     variances = variance_keys(arrays) if variances is None else variances
-    for key, value in arrays.items():
-        if value.dtype.kind not in "fc":
-            continue
+    for key, value in floats.items():
         size, most = largest_of(value), largest(value.dtype, is_variance=key in variances)
         if not size <= most:  # true for NaN
             if count := int(value.size - np.isfinite(value).sum()):
@@ -47,7 +48,7 @@ def size_problem(arrays: Arrays, variances: Collection[str] | None = None) -> st
 def negative_variance(arrays: Arrays, variances: Collection[str] | None = None) -> str | None:
     """The problem of the first variance with a negative value, or None; `variances` as above."""
     for key in variance_keys(arrays) if variances is None else variances:
-        if (arrays[key] < 0).any():
+        if arrays[key].min(initial=0) < 0:
             return f"{key!r} has negative values ({arrays[key].min():g})"
     return None
 
@@ -110,11 +111,13 @@ def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | N
     """
     problems: dict[int, str] = {}
     for i, arrays in enumerate(replies) if len(replies) > 2 else ():
+        if norm(arrays) <= _HUGE:
+            continue  # nearly always
         squares = variance_keys(arrays) if squares is None else squares
         for key, value in arrays.items():
             limit = _HUGE**2 if key in squares else _HUGE
             if largest_of(value) <= limit:
-                continue  # the common case
+                continue
             changes = [_largest_change(reply[key], sent.get(key)) for reply in replies]
             middle = float(np.median([*changes[:i], *changes[i + 1 :]]))
             if middle <= limit and changes[i] > MOST_TIMES * middle:
@@ -132,6 +135,14 @@ def large_value(model: Arrays) -> str | None:
     large = [key for key, size in sizes.items() if size > (1e12 if key in squares else 1e6)]
     most = max(large, key=sizes.__getitem__, default=None)
     return None if most is None else f"values of up to {sizes[most]:.2g} ({most!r})"
+
+
+def norm(arrays: Arrays) -> float:
+    """The norm of all values of floats; infinite or NaN if one is, or if their squares are too large.
+
+    It is at least as large as each value, and takes a third of the time of all arrays' minimum and maximum.
+    """
+    return math.sqrt(sum(float(np.vdot(value, value).real) for value in arrays.values() if value.dtype.kind in "fc"))
 
 
 def largest_of(value: Values) -> float:

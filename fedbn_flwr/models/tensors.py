@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Collection, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +20,10 @@ from fedbn_flwr.messages.arrays import frozen
 from fedbn_flwr.norms.roles import Role, key_of, roles
 
 from .layout import takes_channels_last
+
+with warnings.catch_warnings():  # PyTorch warns once per process of a read-only array, which `load` reads
+    warnings.simplefilter("ignore")
+    torch.from_numpy(frozen(np.empty(0)))
 
 _SENT = {
     torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8,
@@ -38,8 +42,7 @@ def sent_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def as_array(tensor: Tensor) -> np.ndarray:
     """The tensor's values in the dtype in which they are sent; a view of the tensor's memory where possible."""
-    array: np.ndarray = tensor.detach().to(sent_dtype(tensor.dtype)).cpu().numpy()
-    return array
+    return tensor.to(sent_dtype(tensor.dtype)).numpy(force=True)
 
 
 def check_tensors(model: nn.Module) -> None:
@@ -216,7 +219,7 @@ class ModelTensors:
         for arrays in given:
             into, values = self._now(arrays), []
             for tensor, array in zip(into, arrays.values(), strict=True):
-                value = _in_place(array)
+                value = torch.from_numpy(array)  # in the array's memory, which is only read
                 # Flower's mean of integer counters has a rounding error.
                 is_mean = value.is_floating_point() and not tensor.is_floating_point()
                 values.append(value.round() if is_mean else value)
@@ -226,13 +229,6 @@ class ModelTensors:
     def values_of(self, keys: Collection[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""
         return copied(dict(zip(keys, self._now(keys), strict=True))) if keys else {}
-
-
-def _in_place(value: np.ndarray) -> Tensor:
-    """A tensor in the memory of an array, which must live longer; PyTorch would warn of a read-only one."""
-    where = value.__array_interface__
-    where["data"] = where["data"][0], False  # not read-only
-    return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=where)))
 
 
 def initial_arrays(model: nn.Module) -> Arrays:

@@ -182,6 +182,28 @@ def test_the_mean_depends_neither_on_threads_nor_on_positions() -> None:
         np.testing.assert_array_equal(mean[part], expected, err_msg=str(part))
 
 
+def test_small_arrays_that_are_averaged_as_one_keep_their_places() -> None:
+    random, weights = np.random.default_rng(0), [1, 2, 3.5]
+    replies = [
+        {
+            "a": random.normal(size=(2, 3)),
+            "n": random.integers(9, size=()),
+            "large": random.normal(size=(100, 100)),
+            "is": random.random(3) > 0.5,
+            "b": random.normal(size=4),
+            "none": np.empty((0, 2)),
+            "m": random.integers(2**60, size=2),
+        }
+        for _ in weights
+    ]
+    mean = weighted_mean(replies, weights)
+    assert [*mean] == [*replies[0]]
+    for key, value in mean.items():
+        alone = weighted_mean([{key: reply[key]} for reply in replies], weights)[key]
+        assert (value.tobytes(), value.dtype) == (alone.tobytes(), replies[0][key].dtype), key
+        assert (value.shape, value.flags.writeable) == (replies[0][key].shape, False), key
+
+
 def same_shape(dtype: type, elements: st.SearchStrategy[float]) -> st.SearchStrategy[list[np.ndarray]]:
     shapes = array_shapes(max_dims=2, max_side=3)
     return shapes.flatmap(
