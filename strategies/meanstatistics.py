@@ -52,7 +52,8 @@ class MeanStatistics(Wrapper):
     restores = frozenset({"statistics", "pooled"})
 
     def __init__(self, strategy: Strategy, *, statistics: Literal["mean", "pooled", "median"] = "mean") -> None:
-        super().__init__(strategy)
+        # Only the outer one's statistics would count, as around a strategy of Flower that an experiment names.
+        super().__init__(strategy.strategy if isinstance(strategy, MeanStatistics) else strategy)
         if Role.STATISTICS in self.traits.never_sent:
             raise SettingsError(
                 f"MeanStatistics has nothing to combine: with this {strategy}, clients do not send batch norm's "

@@ -17,6 +17,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.strategies import as_rule
 from strategies.meanstatistics import median
 from tests.support.experiments import read
 
@@ -126,3 +127,10 @@ def test_the_median_keeps_dtypes_and_shapes(count: int, dtype: type) -> None:
         assert found.dtype == dtype
         np.testing.assert_array_equal(found, expected)
     assert median([{"n": np.array(value)} for value in (3, 5, 10**9)])["n"].tolist() == 5
+
+
+def test_mean_statistics_around_a_strategy_of_flower_wraps_it_once() -> None:
+    section = {"name": "MeanStatistics", "statistics": "pooled", "base": {"name": "FedMedian"}}
+    rule = as_rule(build_strategy(section, seed=0))
+    assert [*map(str, rule.chain)] == ["MeanStatistics", "FedMedian"]
+    assert rule.notes()["norm_statistics"] == "pooled"
