@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -28,7 +28,7 @@ from fedbn_flwr.batch import ToPair, split_batch
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
-from fedbn_flwr.extensions import declared
+from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.limits import negative_variance, values_problem
@@ -42,15 +42,15 @@ from fedbn_flwr.tasks import Task, task_named
 from .evaluation import Metric, check_metrics, evaluate
 from .losses import default_loss
 from .node_state import LOCAL_ARRAYS, NodeState, client_number, partition_metric, round_of, run_of
-from .optimizers import OptimizerSpec
+from .optimizers import OptimizerSpec, make_optimizer
 from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss, in_order, rules_for
 from .training import (
     TRAINER,
     Epochs,
-    Recipe,
     Repeatable,
     Trained,
     Training,
+    backpropagate,
     count_examples,
     epoch_of,
     local_batches,
@@ -176,10 +176,12 @@ class BNClient(NumPyClient):
     ) -> None:
         if epochs is not None and steps is not None:
             raise SettingsError(f"give epochs ({epochs}) or steps ({steps}), not both")
-        self.recipe = Recipe(
-            lr=lr, epochs=epochs, steps=steps, optimizer=optimizer, momentum=momentum, weight_decay=weight_decay,
-            keep_momentum=keep_momentum, clip=clip, precision=precision, compile=compile,
-        )  # fmt: skip
+        self.lr, self.keep_momentum, self.precision, self.compile = lr, keep_momentum, precision, compile
+        epochs = 1 if epochs is None and steps is None else epochs
+        self._batches = functools.partial(local_batches, epochs=epochs, steps=steps)
+        self._optimizer = functools.partial(
+            make_optimizer, optimizer, momentum=momentum, weight_decay=weight_decay, clip=clip
+        )
         self.task = task_named(task) if isinstance(task, str) else task
         check_metrics(self.task, metrics)
         self.loss = default_loss(self.task) if loss is None else loss
@@ -229,7 +231,7 @@ class BNClient(NumPyClient):
         to the other clients and returns the result.
         """
         wanted = rules_for(config)
-        if self.recipe.keep_momentum and not any(issubclass(rule, KeepOptimizerState) for rule in wanted):
+        if self.keep_momentum and not any(issubclass(rule, KeepOptimizerState) for rule in wanted):
             wanted = in_order([*wanted, KeepOptimizerState])
         local = self._load(arrays, config, extras)
         del arrays  # training needs the memory
@@ -317,7 +319,8 @@ class BNClient(NumPyClient):
                 "noise may change statistics: wrap the optimiser as MeanStatistics(FedAdam(...)), and hide statistics "
                 "from a mod that adds noise (docs/privacy.md)"
             )
-        local, stays = self._local_round(arrays, config, extras), protocol.kept_keys(config, self.roles)
+        self.state = NodeState(self.state.content, run_of(config))
+        stays = protocol.kept_keys(config, self.roles)
         if stays and (problem := self._tensors.kept_problem(stays, arrays)):
             raise MessageError(problem)
         # Other projects' strategies may keep batch norm on the clients without saying so.
@@ -326,18 +329,9 @@ class BNClient(NumPyClient):
         needed = {key for key, role in self.roles.items() if role in roles and key not in stays}
         self._tensors.load_all(arrays, self.state.load(LOCAL_ARRAYS), needed)
         self._has_loaded = True
-        return local
-
-    def _values_besides(self, sent: Collection[str]) -> Arrays:
-        """The values of the arrays that the server has not sent, which stay on the client."""
-        return self._tensors.values_of([key for key in self.roles if key not in sent])
-
-    def _local_round(self, received: Iterable[str], config: Config, extras: dict[str, Arrays] | None) -> LocalRound:
-        """The round as client rules see it."""
-        self.state = NodeState(self.state.content, run_of(config))
         return LocalRound(
             config=config,
-            received=frozenset(received),
+            received=frozenset(arrays),
             records={} if extras is None else extras,  # the dict itself: later messages of the round add to it
             state=self.state,
             model=self.model,
@@ -350,7 +344,7 @@ class BNClient(NumPyClient):
 
         def batches() -> Iterable[Batch]:
             reseed(self.train_data, seed)
-            pairs: Iterable[Batch] = self._pairs(self.recipe.batches(self.train_data, number))
+            pairs: Iterable[Batch] = self._pairs(self._batches(self.train_data, number))
             for rule in rules:
                 pairs = rule.batches(pairs)
             return self._formatted(pairs, rules)
@@ -360,10 +354,13 @@ class BNClient(NumPyClient):
         self._tensors.train()
         # The server scales the rate after the round in which its strategy switched.
         factor = float(config.get(protocol.LR_FACTOR, 1.0))
-        local.optimizer = self.recipe.optimizer_of(trained, number, factor)
+        lr = self.lr(number) if callable(self.lr) else self.lr
+        local.optimizer = self._optimizer(trained, lr * factor)
+        gradient = functools.partial(backpropagate, precision=self.precision)
+        if self.compile and not any(rule.trains_alone for rule in rules):
+            gradient = part("passes", "compiled")(gradient, getattr(self.train_data, "batch_size", None))
         first_gradients = (rule.first_gradient() for rule in rules)
         first_step = next((gradient for gradient in first_gradients if gradient is not None), None)
-        batch_size = getattr(self.train_data, "batch_size", None)
         return Training(
             model=self.model,
             batches=Repeatable(batches),
@@ -372,7 +369,7 @@ class BNClient(NumPyClient):
             device=self._tensors.device,
             rules=rules,
             frozen=frozen,
-            gradient=self.recipe.gradient(batch_size, plain=any(rule.trains_alone for rule in rules)),
+            gradient=gradient,
             first_step=first_step,
             records=local.records,
             seed=seed,
@@ -383,7 +380,7 @@ class BNClient(NumPyClient):
         config = local.config
         returned = protocol.kept_keys(config, self.roles) if config.get(protocol.RETURN) else set()
         taken = self._tensors.values_of([key for key in self.roles if key in local.received or key in returned])
-        own = self._values_besides(local.received)
+        own = self._tensors.values_of([key for key in self.roles if key not in local.received])
         problem = values_problem(taken) or values_problem(own)
         if not math.isfinite(trained.loss):
             problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"

@@ -6,7 +6,6 @@ the rounds of several clients at once.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
@@ -20,12 +19,11 @@ from torch import Tensor, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Outputs, Value, count, first, map_tensors
-from fedbn_flwr.extensions import part
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
 
-from .optimizers import LocalOptimizer, OptimizerSpec, make_optimizer
+from .optimizers import LocalOptimizer
 from .rule import Batch, ClientRule, Gradient, Loss, Memo, Tensors
 
 Forward = Callable[[nn.Module, Value, Value, Loss], Tensor]  # (model, inputs, targets, loss): returns the loss
@@ -113,46 +111,6 @@ def backpropagate(
         loss = forward(model, inputs, targets, loss_fn)
     loss.backward()
     return loss.detach()
-
-
-@dataclass(frozen=True, eq=False)
-class Recipe:
-    """How a client trains in each of its rounds: the arguments of `BNClient` with these names."""
-
-    lr: float | Callable[[int], float]
-    epochs: int | None
-    steps: int | None
-    optimizer: OptimizerSpec
-    momentum: float
-    weight_decay: float | None
-    keep_momentum: bool
-    clip: float | None
-    precision: torch.dtype | None
-    compile: bool
-
-    def batches(self, data: Epochs | Iterable[Batch], server_round: int) -> Iterator[Batch]:
-        """The batches of a round; one epoch by default."""
-        epochs = 1 if self.epochs is None and self.steps is None else self.epochs
-        return local_batches(data, server_round, epochs=epochs, steps=self.steps)
-
-    def optimizer_of(
-        self, parameters: Mapping[str, nn.Parameter], server_round: int, factor: float = 1.0
-    ) -> LocalOptimizer:
-        """The optimiser of a round; `factor` scales its learning rate."""
-        lr = self.lr(server_round) if callable(self.lr) else self.lr
-        return make_optimizer(
-            self.optimizer,
-            parameters,
-            lr * factor,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            clip=self.clip,
-        )
-
-    def gradient(self, batch_size: int | None, *, plain: bool) -> Gradient:
-        """The function that computes gradients; compiled if the recipe says so, unless it must be `plain`."""
-        gradient = functools.partial(backpropagate, precision=self.precision)
-        return part("passes", "compiled")(gradient, batch_size) if self.compile and not plain else gradient
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,6 @@ if not (_found := importlib.metadata.version("flwr")).startswith(tuple(f"{versio
 from flwr.supercore.run import Run  # noqa: E402
 from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
-UserConfig = Config
-
 _POLL = 0.01  # seconds between looks at the pool, in a thread
 
 
@@ -87,8 +85,8 @@ class LocalGrid(Capabilities, Grid):
         pool: Callable[[Nodes, OnReply], Pool] | None = None,
         threads: int | None = None,
         work: Sequence[float] | None = None,
-        run_config: UserConfig | None = None,
-        node_config: UserConfig | Sequence[UserConfig] | None = None,
+        run_config: Config | None = None,
+        node_config: Config | Sequence[Config] | None = None,
         node_ids: Sequence[int] | None = None,
     ) -> None:
         ids = list(range(1, num_nodes + 1) if node_ids is None else node_ids)

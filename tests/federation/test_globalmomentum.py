@@ -246,7 +246,7 @@ def test_a_client_s_own_momentum_is_not_sent(federation: Federations) -> None:
 def test_train_keep_momentum_reaches_the_client(changes: str, keeps: bool) -> None:
     node = {"partition-id": 0, "num-partitions": 5}
     context = Context(1, 1, node, RecordDict(), {"experiment": "{clients: 5}", "set": changes})
-    assert make_client(context, {}).recipe.keep_momentum is keeps
+    assert make_client(context, {}).keep_momentum is keeps
 
 
 def test_the_class_of_torch_is_sgd_too(federation: Callable[..., Any]) -> None:

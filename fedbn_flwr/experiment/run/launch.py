@@ -13,7 +13,7 @@ from pathlib import Path
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client.app import client_app
-from fedbn_flwr.engines.local import LocalGrid, UserConfig
+from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.errors import (
     OF_RUN_CONFIG,
@@ -30,6 +30,7 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.named import names_in, only_here
 from fedbn_flwr.results.folder.places import from_here, out_folder
 from fedbn_flwr.results.folder.writer import RunFolder
@@ -172,7 +173,7 @@ def carry_out(
     resume: bool,
     jobs: int | None = None,
     quiet: bool = False,
-    node_config: UserConfig | Sequence[UserConfig] | None = None,
+    node_config: Config | Sequence[Config] | None = None,
 ) -> Outcome:
     """Carry out all runs on the engine of the first one.
 
