@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fedbn_flwr.startup import loading
+from fedbn_flwr.commands.startup import loading
 
 from .common import Commands, add_command, add_experiment, overrides_of
 

@@ -125,8 +125,8 @@ def flwr(arguments: argparse.Namespace) -> int:
 
 def _run_locally(app: Path, run_config: Tree, federation: Tree, workers: int | None) -> None:
     from fedbn_flwr.cores import cores
-    from fedbn_flwr.engines.flower_app import run_app
 
+    from .flower_app import run_app
     from .simulation import number_of_nodes
 
     nodes = number_of_nodes(federation)

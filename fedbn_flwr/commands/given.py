@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fedbn_flwr.startup import loading
+from fedbn_flwr.commands.startup import loading
 
 from .common import Commands, add_command, add_engine, add_experiment, overrides_of
 

@@ -18,8 +18,8 @@ from pydantic import ConfigDict, Field, create_model
 from torch import Tensor
 
 from fedbn_flwr import named, seeding
+from fedbn_flwr.data.schema import Positive, Section
 from fedbn_flwr.errors import DataError, few
-from fedbn_flwr.schema import Positive, Section
 from fedbn_flwr.trees import Draft, Tree
 
 from .dataset import Groups

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag, model_validator
 
+from fedbn_flwr.data.schema import Positive, Section, Several, expects, setting
 from fedbn_flwr.named import is_name
-from fedbn_flwr.schema import Positive, Section, Several, expects, setting
 from fedbn_flwr.trees import Tree
 
 from . import Size

@@ -26,15 +26,15 @@ from pydantic_core import ErrorDetails
 
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
+from fedbn_flwr.data.schema import Positive, Section, Several, expects, setting
 from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import SettingsError, did_you_mean, few
 from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.metric_key import UNSEEN, NewcomerStatistics
-from fedbn_flwr.schema import Positive, Section, Several, expects, setting
+from fedbn_flwr.results.text import file_name, shorten
 from fedbn_flwr.tasks import LOSSES, METRICS
-from fedbn_flwr.text import file_name, shorten
 from fedbn_flwr.trees import Tree
 
 from .file.content import KEYS_OF_A_FILE

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from fedbn_flwr.commands.common import Commands, add_command
-from fedbn_flwr.startup import loading
+from fedbn_flwr.commands.startup import loading
 
 from .model import RUN, add_run, model_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.commands.common import Commands, add_command
-from fedbn_flwr.startup import loading
+from fedbn_flwr.commands.startup import loading
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.commands import simulation
+from fedbn_flwr.commands import flower_app, simulation
 from fedbn_flwr.commands.common import parse_pairs
-from fedbn_flwr.engines import flower_app
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder.writer import RunFolder

@@ -20,11 +20,10 @@ from flwr.serverapp.server_app import LoadServerAppError
 from flwr.supercore.object_ref import load_app
 
 from fedbn_flwr import seeding
+from fedbn_flwr.engines.capabilities import OnReply
+from fedbn_flwr.engines.local import LocalGrid
+from fedbn_flwr.engines.pool import ForkPool, Nodes, Pool
 from fedbn_flwr.errors import RunFailed, few
-
-from .capabilities import OnReply
-from .local import LocalGrid
-from .pool import ForkPool, Nodes, Pool
 
 
 class SeededApp:
