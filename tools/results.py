@@ -189,18 +189,35 @@ def grid(name: str) -> Table:
     if key := spec.get("sort"):
         ends = {label: by_seed(runs_of(label, of_set), key).values() or [0] for label in titles.values()}
         titles = dict(sorted(titles.items(), key=lambda row: -statistics.mean(ends[row[1]])))
-    rows: list[Row] = []
-    for title, label in titles.items():
-        cells = []
-        for short in spec["columns"].values():
-            kind = dict(short) if isinstance(short, dict) else {"key": short}
+    columns: list[list[str]] = [[*titles]]
+    for short in spec["columns"].values():
+        kind = dict(short) if isinstance(short, dict) else {"key": short}
+        column, values = list[str](), list[dict[int, float]]()
+        for title, label in titles.items():
             row, _, _ = label.partition(", ")  # without the values of swept keys
             reference = kind.get("run", label).format(row=row)
             runs = runs_of(reference, of_set) if of_set or ":" in reference else []
-            kind |= {"key": keys[title]} if title in keys else {}
-            cells.append(cell(kind, runs, label))
-        rows.append((title, *cells))
-    return (spec.get("first", "run"), *spec["columns"]), rows
+            own = kind | ({"key": keys[title]} if title in keys else {})
+            column.append(cell(own, runs, label))
+            values.append(by_seed(runs, own.get("key", "")) if kind.get("rank") else {})
+        columns.append([f"{text} ({rank})" if rank else text for text, rank in zip(column, ranks(values), strict=True)])
+    return (spec.get("first", "run"), *spec["columns"]), [*zip(*columns, strict=True)]
+
+
+def ranks(rows: Sequence[Mapping[int, float]]) -> list[int]:
+    """One more than the number of rows significantly above, and no better than a higher row's; 0 without values."""
+    found = [1 if row else 0 for row in rows]
+    measured = [place for place, row in enumerate(rows) if row]
+    pairs = [*itertools.combinations(measured, 2)]
+    tests = [paired(rows[one], rows[other]) for one, other in pairs]
+    corrected = holm([1.0 if math.isnan(test.p) else test.p for test in tests])
+    for (one, other), test, p in zip(pairs, tests, corrected, strict=True):
+        if p < 0.05:
+            found[other if test.difference > 0 else one] += 1
+    by_mean = sorted(measured, key=lambda place: -statistics.mean(rows[place].values()))
+    for above, below in itertools.pairwise(by_mean):
+        found[below] = max(found[below], found[above])
+    return found
 
 
 def evidence() -> Table:

@@ -338,3 +338,14 @@ def test_the_evidence_for_a_strategy_is_of_the_page_that_it_links_to() -> None:
     for title, row in results.specification("results/tables.yaml")["evidence"]["rows"].items():
         page = re.findall(r"\]\(results/([\w-]+)\.md", title)[0]
         assert f"<!-- table: results {row['set'].partition('/')[0]}" in PAGES[f"{page}.md"]
+
+
+def test_rows_that_the_seeds_do_not_tell_apart_share_a_rank() -> None:
+    seeds = (
+        (90.1, 89.9, 90.0, 90.2, 89.8),
+        (90.2, 89.8, 90.0, 89.9, 90.0),
+        (79.9, 80.0, 80.1, 80.0, 80.0),
+        (59, 99, 69, 89, 79),
+    )
+    best, close, lower, lower_and_wide = (dict(enumerate(each)) for each in seeds)
+    assert results.ranks([best, lower, {}, close, lower_and_wide]) == [1, 3, 0, 1, 3], "79 in the mean isn't first"
