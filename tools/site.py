@@ -53,9 +53,6 @@ def in_markdown(notebook: Path, pictures: dict[str, bytes]) -> Iterator[str]:
                 name = f"{notebook.stem}-{len(pictures)}.png"
                 pictures[name] = base64.b64decode("".join(kinds["image/png"]))
                 yield f"![The picture that this cell draws]({name})"
-            elif "text/html" in kinds:  # a table of pandas
-                (table,) = re.findall(r"(?<=<table).*?>(.*?</table>)", "".join(kinds["text/html"]), re.DOTALL)
-                yield f"<table>{table}"
             else:
                 yield f"```text\n{''.join(kinds['text/plain'])}\n```"
 

@@ -1,4 +1,7 @@
-"""The notebooks in `examples/`, executed in a real kernel; and what a kernel does with a run that is interrupted."""
+"""The notebooks in `examples/`, executed in a real kernel; and what a kernel does with a run that is interrupted.
+
+The site shows their stored outputs. `FEDBN_REWRITE=1 pytest -m slow ...` stores what they print now.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,46 @@ from nbclient import NotebookClient
 
 from fedbn_flwr import Result
 from tests.support.command import PATIENCE, ROOT
+from tests.support.pages import REWRITE, differences
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 # Else debugpy warns about modules that are part of the interpreter.
 QUIET = {"PYDEVD_DISABLE_FILE_VALIDATION": "1", "FLWR_TELEMETRY_ENABLED": "0"}
 
 
+def printed(notebook: nbformat.NotebookNode) -> str:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return "\n".join(output.get("text") or output.data["text/plain"] for output in outputs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_a_notebook_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_prints_what_is_stored(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in QUIET.items():
         monkeypatch.setenv(key, value)
     monkeypatch.delenv("FEDBN_OUT", raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "examples"))  # as in a kernel that is started there
-    notebook = nbformat.read(file, as_version=4)
-    NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    stored, notebook = (nbformat.read(file, as_version=4) for _ in range(2))
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(
+        notebook, timeout=PATIENCE, resources=resources, record_timing=False, coalesce_streams=True
+    ).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output.text for output in outputs if output.get("name") == "stderr"]
+    if REWRITE:
+        notebook.metadata = stored.metadata
+        for output in outputs:
+            output.get("data", {}).pop("text/html", None)
+        nbformat.write(notebook, file)
+    else:
+        assert list(differences(printed(stored), printed(notebook))) == []
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_a_notebook_is_committed_without_output(file: Path) -> None:
+def test_a_notebook_is_stored_as_it_was_executed_from_the_top(file: Path) -> None:
     cells = [cell for cell in nbformat.read(file, as_version=4).cells if cell.cell_type == "code"]
-    assert cells
-    assert not [cell for cell in cells if cell.outputs or cell.execution_count]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert any(cell.outputs for cell in cells)
 
 
 RUN = """
