@@ -43,6 +43,7 @@ _MODULES = {
     "run": ".experiment.api",
     "run_all": ".experiment.api",
     "evaluate": ".experiment.api",
+    "survey": ".experiment.api",
     "Result": ".results.result",
     "Results": ".results.result",
     "Settings": ".experiment.settings",

@@ -264,6 +264,7 @@ TABLES: dict[str, Callable[[], Table]] = {
             "explain",
             "run",
             "evaluate",
+            "survey",
             "status",
             "report",
             "partition",

@@ -280,6 +280,10 @@ def _sums(request: Request) -> RecordDict:
     return RecordDict({"arrays": pack({"sums": request.client().sums()}), **request.claim()})
 
 
+def _survey(request: Request) -> RecordDict:
+    return RecordDict({"arrays": pack(request.client().survey()), **request.claim()})
+
+
 def _extension(request: Request) -> RecordDict:
     action = request.message.metadata.message_type.split(".")[1]
     return RecordDict({**part("queries", action)(request.message.content, request.context), **request.claim()})
@@ -310,6 +314,7 @@ _HANDLERS: dict[str, tuple[str, Handler]] = {
     protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
     protocol.PARTITION_QUERY: ("report its partition", _partition),
     protocol.SUMS_QUERY: ("send the sums of its columns", _sums),
+    protocol.SURVEY_QUERY: ("take part in a survey", _survey),
 }
 
 

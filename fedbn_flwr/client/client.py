@@ -279,6 +279,10 @@ class BNClient(NumPyClient):
         """The answer to `query.sums`."""
         raise MessageError("it has no sums of its columns; the client of an experiment has them")
 
+    def survey(self) -> Arrays:
+        """The answer to `query.survey`."""
+        raise MessageError("it cannot say how its data are; the client of an experiment can")
+
     # --- arrays by position, for Flower's NumPyClient ---
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""`fedbn evaluate`: given models at all clients of an experiment, without training."""
+"""Without training: `fedbn evaluate`, given models at all clients, and `fedbn survey`, how their data differ."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def add(commands: Commands) -> None:
         ),
         epilog="Example: fedbn evaluate mine.yaml --model runs/old/FedAvg --model runs/new/FedBN",
     )
+    parser.set_defaults(asks=[])
     add_experiment(parser, "clients=10")
     parser.add_argument(
         "--model",
@@ -35,6 +36,33 @@ def add(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for evaluation.json (runs/NAME-TIME)")
 
 
+def add_survey(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "survey",
+        evaluate,
+        summary="ask all clients how their data differ, without training",
+        description=(
+            "Ask each client of an experiment for the moments of its columns and the shares of its classes, and say "
+            "how the clients differ; nothing is trained."
+        ),
+        epilog="Example: fedbn survey mine.yaml",
+    )
+    parser.set_defaults(asks=["evaluate.survey=true"])
+    add_experiment(parser, "clients=10")
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a run folder or weights, to compare the inputs of its batch norms at each client with its statistics",
+    )
+    add_engine(parser)
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder for survey.json and survey.png (runs/NAME-TIME)"
+    )
+
+
 def evaluate(arguments: argparse.Namespace) -> None:
     import logging
 
@@ -44,6 +72,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         from fedbn_flwr.results.folder.places import out_folder
 
     logging.getLogger("flwr").setLevel(logging.WARNING)
-    judged = [*overrides_of(arguments), "rounds=0", f"evaluate.models={json.dumps(arguments.model)}"]
+    models = f"evaluate.models={json.dumps(arguments.model)}"
+    judged = [*overrides_of(arguments), "rounds=0", models, *arguments.asks]
     experiment = load_experiment(arguments.experiment, judged)
     carry_out(experiment, out_folder(experiment.name, arguments.out, resume=False), resume=False).announce()

@@ -87,15 +87,23 @@ def moments_from(sites: Sequence[Sums], names: Sequence[str] = ()) -> Moments:
     means: list[float] = []
     deviations: list[float] = []
     for column in np.stack(sites, axis=-1).swapaxes(0, 1):
-        count, total, square = totals(column)
+        count, mean, deviation = moments_of(column)
         if not count:
             name = repr(names[len(means)]) if names else len(means)
             raise DataError(f"column {name} of the inputs has no value in any row; leave it out of data.inputs")
-        mean, variance = total / count, square / count - (total / count) ** 2
-        means.append(float(mean))
-        # That of equal values is not zero where their sum, such as one of 1/255, takes more bits than are sent.
-        deviations.append(math.sqrt(variance) if variance > mean**2 / 2**96 else 1.0)
+        means.append(mean)
+        deviations.append(deviation or 1.0)
     return tuple(means), tuple(deviations)
+
+
+def moments_of(column: NDArray[np.float64]) -> tuple[int, float, float]:
+    """The number of values of a column, [ROWS] or [ROWS, sites], their mean and their standard deviation."""
+    count, total, square = totals(column)
+    if not count:
+        return 0, math.nan, math.nan
+    mean, variance = total / count, square / count - (total / count) ** 2
+    # That of equal values is not zero where their sum, such as one of 1/255, takes more bits than are sent.
+    return count, float(mean), math.sqrt(variance) if variance > mean**2 / 2**96 else 0.0
 
 
 def totals(column: NDArray[np.float64]) -> tuple[int, Fraction, Fraction]:

@@ -28,6 +28,7 @@ from .file.layers import changes_of, read_experiment
 from .node import free_models
 from .run.judge import Judged
 from .run.launch import carry_out, check_failures, is_begun, run_folders
+from .run.survey import Survey
 from .settings import Experiment, Settings
 
 Source = str | Path | Tree | Settings
@@ -135,17 +136,53 @@ def evaluate(
     models
         Results, run folders, or files of weights by safetensors or `torch.save`. Others are compared with the first.
     """
+    judged = _without_training(experiment, models, {"survey": False}, only, out, node_config, changes)
+    assert isinstance(judged, Judged)
+    return judged
+
+
+def survey(
+    experiment: Source,
+    model: str | Path | Result | None = None,
+    *,
+    only: str | None = None,
+    out: str | Path | None = None,
+    node_config: NodeConfig | Sequence[NodeConfig] | None = None,
+    **changes: Any,
+) -> Survey:
+    """Asks all clients of an experiment how their data are, without training.
+
+    Parameters
+    ----------
+    model
+        A network, as for `evaluate`: clients then also say how far the inputs of its batch norms are from its
+        statistics.
+    """
+    models = () if model is None else (model,)
+    made = _without_training(experiment, models, {"survey": True}, only, out, node_config, changes)
+    assert isinstance(made, Survey)
+    return made
+
+
+def _without_training(
+    experiment: Source,
+    models: Sequence[str | Path | Result],
+    asks: Tree,
+    only: str | None,
+    out: str | Path | None,
+    node_config: NodeConfig | Sequence[NodeConfig] | None,
+    changes: Tree,
+) -> Judged | Survey | None:
+    """What the clients answer about the first run's data, with these models."""
     files = [str(model.folder if isinstance(model, Result) else model) for model in models]
     planned = _planned(experiment, only, {**changes, "rounds": 0})
     (run, *others) = planned.runs
-    given = run.evaluate.model_copy(update={"models": tuple(files)})
+    given = run.evaluate.model_copy(update={"models": tuple(files), **asks})
     planned = replace(planned, runs=(run.model_copy(update={"evaluate": given}), *others))
     with _settings_of_the_process():
         forget_data()
         folder = out_folder(planned.name, out, resume=False)
-        judged = carry_out(planned, folder, resume=False, quiet=True, node_config=node_config).judged
-    assert judged is not None, "there are no rounds"
-    return judged
+        return carry_out(planned, folder, resume=False, quiet=True, node_config=node_config).judged
 
 
 def _planned(source: Source, only: str | Sequence[str] | None, changes: Tree) -> Experiment:

@@ -23,6 +23,7 @@ from fedbn_flwr.client.rule import Loss, is_known
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet, Schema
+from fedbn_flwr.data.disclosed import answer
 from fedbn_flwr.data.moments import Sums, sums_of
 from fedbn_flwr.data.partitions import KINDS, hold_out
 from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean, log_once
@@ -51,7 +52,7 @@ from .settings import ClientTrain, Experiment, Settings
 
 # How this node trains, by the keys of `ClientTrain`.
 TRAIN_KEYS = {key.replace("_", "-"): key for key in ClientTrain.model_fields if key != "client"}
-NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch", *TRAIN_KEYS)
+NODE_KEYS = ("partition-id", "num-partitions", "data-path", "domain", "state", "min-batch", "survey", *TRAIN_KEYS)
 
 
 def make_client(context: Context, config: Config) -> BNClient:
@@ -101,6 +102,7 @@ class ClientParts(RunParts):
     listed: str  # the experiment's data set
     min_batch: int
     own: ClientTrain  # how it trains where it differs from the others
+    takes_part: bool  # in surveys
 
     @classmethod
     def of(cls, run: Settings, context: Context) -> ClientParts:
@@ -129,7 +131,7 @@ class ClientParts(RunParts):
             new = {"epochs": own.epochs, "steps": own.steps, **new}
         engine = run.engine.model_copy(update={"device": own.device or run.engine.device})
         run = run.model_copy(update={"train": run.train.model_copy(update=new), "engine": engine})
-        return cls(run, number, bool(changes), listed, least, own)
+        return cls(run, number, bool(changes), listed, least, own, node.get("survey", not changes) is True)
 
     @property
     def dataset(self) -> DataSet:
@@ -278,6 +280,16 @@ class ExperimentClient(BNClient):
 
     def sums(self) -> Sums:
         return self._parts.sums()
+
+    def survey(self) -> Arrays:
+        """What the client says about its data, if its site has agreed."""
+        parts = self._parts
+        if not parts.takes_part:
+            raise MessageError("this site has not agreed to surveys; it does by survey=true in its node config")
+        parts.check_sums()
+        # Each site's own mean and deviation would hide how the sites differ.
+        data = load_data(parts.run.source.model_copy(update={"normalise": "moments"}), str(parts.device))
+        return answer(data, data.train.select(parts.rows[0]), parts.min_batch)
 
     def train_round(self, arrays: Arrays, config: Config, *arguments: Any, **options: Any) -> Update:
         update = super().train_round(arrays, config, *arguments, **options)

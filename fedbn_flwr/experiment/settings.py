@@ -423,6 +423,11 @@ class Evaluate(Section):
         "with `rounds: 0`, what the clients evaluate: run folders, or files of weights by safetensors or "
         "`torch.save`, on the server's disk; also `fedbn evaluate --model`",
     )
+    survey: bool = setting(
+        False,
+        "with `rounds: 0`, the clients say how their data differ, see [How the sites differ](clients.md#how-the-sites-"
+        "differ); also `fedbn survey`",
+    )
     patience: Positive | None = setting(
         None,
         "rounds without a better result after which the run ends, on the validation examples or, without them, the "
@@ -590,8 +595,11 @@ class Settings(Section):
                 f"0 to {self.clients - 1} at most once"
             )
         warmup, steps = self.model.brn.warmup, self.rounds * (self.train.steps or 0)
-        if self.evaluate.models and self.rounds:
-            yield f"evaluate.models are evaluated instead of training, but rounds is {self.rounds}; set it to 0"
+        for key, does in (("models", "are evaluated"), ("survey", "is made")):
+            if getattr(self.evaluate, key) and self.rounds:
+                yield f"evaluate.{key} {does} instead of training, but rounds is {self.rounds}; set it to 0"
+        if self.evaluate.survey and len(self.evaluate.models) > 1:
+            yield f"evaluate.survey is for one network, but evaluate.models has {len(self.evaluate.models)}"
         if self.model.norm == "brn" and steps and warmup >= steps:
             yield (
                 f"model.norm: brn is batch norm in a client's first {warmup} steps (model.brn.warmup), and a client "

@@ -109,9 +109,10 @@ OWN_TEST_SET = "own"  # the name of a test set: the client's own share of all te
 PARTITION_QUERY = "query.partition"
 EXCHANGE_QUERY = "query.exchange"  # one exchange of a layer-wise step
 SUMS_QUERY = "query.sums"  # reply: sums of the columns of the client's data, see fedbn_flwr.data.moments
+SURVEY_QUERY = "query.survey"  # reply: those sums, and the numbers of examples in all and of each class
 STATISTICS_QUERY = "query.statistics"  # reply: statistics of the client's data under the model in the message
 
-QUERIES = frozenset({PARTITION_QUERY, SUMS_QUERY, STATISTICS_QUERY})  # outside of training
+QUERIES = frozenset({PARTITION_QUERY, SUMS_QUERY, SURVEY_QUERY, STATISTICS_QUERY})  # outside of training
 
 
 def check_known(config: Config, known: Collection[str]) -> None:

@@ -157,6 +157,9 @@ _NO_HANDLER = {
     "No query function registered with name 'exchange'": (
         "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
     ),
+    "No query function registered with name 'survey'": (
+        "its version of fedbn-flwr has no surveys; install the server's version there"
+    ),
 }
 
 

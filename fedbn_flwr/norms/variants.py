@@ -60,7 +60,7 @@ class WithoutMask(nn.Sequential):
                 f"a {type(self[0]).__name__} cannot leave out the padded positions of a mask; use norm 'bn', or series "
                 "of one length"
             )
-        return cast(Tensor, super().forward(input))
+        return cast(Tensor, super().forward(input))  # type: ignore[no-untyped-call]
 
 
 class AnyBatchNorm(_BatchNorm):

@@ -475,3 +475,30 @@ def test_a_deployment_whose_server_has_no_data(sites: list[Path], tmp_path: Path
     assert [line["accuracy"] for line in lines] == [line["accuracy"] for line in history]
     # The states of FedBN's clients are in each site's own state folder.
     assert [[path.name for path in paths] for paths in kept] == [["client-0"], ["client-1"], ["client-2"]]
+
+
+@pytest.mark.slow
+def test_real_sites_train_in_their_own_way_and_answer_without_training(tables: list[Path], tmp_path: Path) -> None:
+    """Batches, epochs and rates of node configs, evaluation and survey give what they give on the local engine."""
+    ways: list[dict[str, Any]] = [{"batch-size": 8, "epochs": 2}, {"lr-factor": 0.5}, {"steps": 3}]
+    own = [{"data-path": str(folder), "survey": True, **way} for folder, way in zip(tables, ways, strict=True)]
+    words = [" ".join(f"{key}={value}" for key, value in way.items()) for way in ways]
+    nodes = {f"NODE_{i}": f"data-path='/data' survey=true {given}" for i, given in enumerate(words)}
+    local = served(TABLE, tmp_path / "local", own)
+    without_rounds = {
+        name: json.dumps(TABLE | {"rounds": 0, "evaluate": {"server": False, **asked}})
+        for name, asked in (("evaluation", {"models": [str(local)]}), ("survey", {"survey": True}))
+    }
+    with deployed(tables, tmp_path, **nodes) as deployment:
+        out = deployment.run_app({"experiment": json.dumps(TABLE)})
+        for experiment in without_rounds.values():
+            run_id = deployment.submit({"experiment": experiment, "out": str(tmp_path / "real")})
+            assert deployment.wait_for_end(run_id) == "finished:completed", deployment.log(run_id)
+    assert (out / "model.safetensors").read_bytes() == (local / "model.safetensors").read_bytes()
+    assert '"lr_factor": 0.5' in (out / "clients.jsonl").read_text()
+    for name, experiment in without_rounds.items():
+        config = {"experiment": experiment, "out": str(tmp_path / "simulated")}
+        with LocalGrid(client_app(make_client), 3, run_config=config, node_config=own) as grid:
+            serve(grid, config)
+        real, simulated = (json.loads((tmp_path / kind / f"{name}.json").read_text()) for kind in ("real", "simulated"))
+        assert real == simulated

@@ -10,19 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
-from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.dataset import Schema
-from fedbn_flwr.data.moments import ROWS, Sums, moments_from, totals
+from fedbn_flwr.data.moments import ROWS, moments_from, totals
 from fedbn_flwr.engines.capabilities import wait_for_nodes
 from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
 from fedbn_flwr.messages import protocol
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.protocol import Config
@@ -46,7 +48,7 @@ def meet(running: Running, done: int, *, agrees: bool = True) -> Running:
     _check_columns(running.prepared, federation.columns)
     is_own = running.prepared.dataset is None or federation.own_data
     if agrees and running.run.data.normalise == "moments" and is_own:
-        running.prepared.agreed = running.folder.agreed() if done else agree(running, federation.nodes)
+        running.prepared.agreed = running.folder.agreed() if done else agree(replace(running, federation=federation))
     return replace(running, federation=federation)
 
 
@@ -171,34 +173,41 @@ def refuse_nodes(problems: Iterable[str]) -> None:
 # --- the moments of all sites' data ---
 
 
-def agree(running: Running, nodes: Mapping[int, int]) -> Moments:
+def agree(running: Running) -> Moments:
     """The moments of all clients' training examples; RunFailed names clients whose sums are missing or wrong."""
     run, parts = running.run, running.prepared
     check_moments(run, parts.rule)
-    clients = {node: client for client, node in nodes.items()}
-    content = RecordDict({"config": ConfigRecord(dict(running.identity))})
-    questions = [Message(content, node, protocol.SUMS_QUERY) for node in clients]
     columns = parts.shape.normalised + (parts.shape.classes if run.data.targets else 0)
-    replies = running.grid.send_and_receive(questions, timeout=run.engine.timeout)
-    sums: list[Sums] = []
-    problems = failures(run, len(clients), replies)
+    like = {"sums": np.zeros((ROWS, columns))}
+    return moments_from([found["sums"] for found in ask_all(running, protocol.SUMS_QUERY, like).values()])
+
+
+def ask_all(
+    running: Running, query: str, like: Arrays, records: Mapping[str, ArrayRecord] = MappingProxyType({})
+) -> dict[int, Arrays]:
+    """The arrays that each client answers, in the form of these; RunFailed names those that refuse or err."""
+    clients = {node: client for client, node in running.federation.nodes.items()}
+    content = RecordDict({**records, "config": ConfigRecord({**running.config})})
+    questions = [Message(content, node, query) for node in clients]
+    replies = list(running.grid.send_and_receive(questions, timeout=running.run.engine.timeout))
+    answers: dict[int, Arrays] = {}
+    problems = failures(running.run, len(clients), replies)
     for reply in filter(Message.has_content, replies):
+        node = reply.metadata.src_node_id
         try:
-            sums.append(_sums_in(reply, columns))
+            answers[clients[node]] = _checked(reply, like)
         except MessageError as error:
-            node = reply.metadata.src_node_id
             problems.append(f"node {node}: client {clients[node]}: {error}")
     refuse_nodes(problems)
-    return moments_from(sums)
+    return dict(sorted(answers.items()))
 
 
-def _sums_in(reply: Message, columns: int) -> Sums:
-    """The sums in a site's reply; MessageError if no values can have these sums."""
+def _checked(reply: Message, like: Arrays) -> Arrays:
+    """The arrays in a client's reply; MessageError if they have another form, or no values can have these sums."""
     arrays = unpack(arrays_of(reply.content))
-    if problem := arrays_problem(arrays, {"sums": np.zeros((ROWS, columns))}):
-        raise MessageError(f"{problem}; its columns are the inputs or channels of the data, and scaled targets")
-    sums: Sums = arrays["sums"]
-    for place, column in enumerate(sums.T):
+    if problem := arrays_problem(arrays, like):
+        raise MessageError(f"{problem}; its columns are the inputs or channels of the data, and targets")
+    for place, column in enumerate(arrays.get("sums", np.empty((0, 0))).T):
         count, total, square = totals(column)
         # By the inequality of Cauchy and Schwarz; sums of equal pixels, such as 14/255, are rounded to the bits sent.
         is_less = square * count * (2**96 + 1) < total**2 * 2**96
@@ -206,7 +215,7 @@ def _sums_in(reply: Message, columns: int) -> Sums:
             raise MessageError(
                 f"its sums of column {place} cannot be sums of any values; expected the sums of its data"
             )
-    return sums
+    return arrays
 
 
 # --- the states of the clients of a resumed run ---

@@ -92,17 +92,9 @@ def judge(
     own_data: bool = False,
 ) -> Judged:
     """Let all clients evaluate the models of `evaluate.models`, and write what they measured to evaluation.json."""
-    run, *others = experiment.runs
-    if others:
-        labels = ", ".join(dict.fromkeys(each.label for each in experiment.runs))
-        raise SettingsError(
-            f"{experiment.name} has {len(experiment.runs)} runs ({labels}), and one of them describes data and "
-            "network of the models; give only=LABEL, or seed=0"
-        )
-    # No strategy takes part; clients know the run by its name.
-    plain = run.model_copy(update={"strategy": {"name": "FedAvg"}})
-    (parts,) = prepare(replace(experiment, runs=(plain,)), own_data=own_data)
-    given = {file: _given(parts, file) for file in run.evaluate.models or (run.model.weights or "",)}
+    parts = prepare_without_strategy(experiment, own_data)
+    run = parts.run
+    given = {file: given_model(parts, file) for file in run.evaluate.models or (run.model.weights or "",)}
     with make_grid(parts) as grid:
         capabilities(grid).start()
         begun = Running(parts, MeteredGrid(grid), RunFolder(out), {protocol.RUN: parts.name})
@@ -111,8 +103,7 @@ def judge(
         for file, (arrays, folder) in given.items():
             parts.agreed = agreed
             if folder is not None:
-                _check_columns(parts, folder)
-                parts.agreed = None if run.data.normalise == "own" else folder.agreed()
+                normalise_as(parts, folder)
             found[file or "the initial model"] = _measured(running, file, arrays)
     judged = Judged.of(parts.task.main, found)
     out.mkdir(parents=True, exist_ok=True)
@@ -120,7 +111,21 @@ def judge(
     return judged
 
 
-def _given(parts: Parts, file: str) -> tuple[ArrayRecord, RunReader | None]:
+def prepare_without_strategy(experiment: Experiment, own_data: bool) -> Parts:
+    """The parts of the experiment's only run; clients know it by its name, and no strategy takes part."""
+    run, *others = experiment.runs
+    if others:
+        labels = ", ".join(dict.fromkeys(each.label for each in experiment.runs))
+        raise SettingsError(
+            f"{experiment.name} has {len(experiment.runs)} runs ({labels}), and one of them describes data and "
+            "network; give only=LABEL, or seed=0"
+        )
+    plain = run.model_copy(update={"strategy": {"name": "FedAvg"}})
+    (parts,) = prepare(replace(experiment, runs=(plain,)), own_data=own_data)
+    return parts
+
+
+def given_model(parts: Parts, file: str) -> tuple[ArrayRecord, RunReader | None]:
     """The arrays of a model and, if it is in one, its run folder; without a file, the experiment's initial model."""
     model, path = parts.model, Path(file).expanduser()
     folder = RunReader(path if path.is_dir() else path.parent)
@@ -144,14 +149,15 @@ def _given(parts: Parts, file: str) -> tuple[ArrayRecord, RunReader | None]:
     return arrays, folder if known else None
 
 
-def _check_columns(parts: Parts, folder: RunReader) -> None:
-    """Raise SettingsError if the model was trained on other inputs or classes than the data have."""
+def normalise_as(parts: Parts, folder: RunReader) -> None:
+    """Clients normalise as in this run; SettingsError if it was on other inputs or classes than the data have."""
     described = folder.model_description()
     schema = parts.of_sites if parts.dataset is None else parts.dataset.schema
     for key in ("inputs", "classes"):
         theirs, ours = [*(described.get(key) or ())], [*(schema.get(key) or ())]
         if theirs and ours and theirs != ours:
             raise SettingsError(f"{str(folder.path)!r} was trained on the {key} {theirs}, and the data have {ours}")
+    parts.agreed = None if parts.run.data.normalise == "own" else folder.agreed()
 
 
 def _measured(running: Running, file: str, arrays: ArrayRecord) -> ByClient:

@@ -49,13 +49,15 @@ from .at_once import clients_at_once
 from .judge import FILE, Judged, judge
 from .loop import run_one
 from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
+from .survey import FILE as SURVEY
+from .survey import Survey, survey
 
 
 @dataclass(frozen=True)
 class Outcome:
     report: str
     failures: Sequence[str]  # failed runs, each with its reason
-    judged: Judged | None = None  # of an experiment without rounds
+    judged: Judged | Survey | None = None  # of an experiment without rounds
 
     def announce(self) -> None:
         print(f"\n{self.report}", flush=True)
@@ -112,8 +114,11 @@ def run_experiment(
     `own_data`: nodes may have data of their own.
     """
     if experiment.runs[0].rounds == 0:
-        judged = judge(experiment, make_grid, out, own_data=own_data)
-        return Outcome(f"{judged}\nevaluation: {from_here(out / FILE)}", (), judged)
+        ask, word, file = (
+            (survey, "survey", SURVEY) if experiment.runs[0].evaluate.survey else (judge, "evaluation", FILE)
+        )
+        judged = ask(experiment, make_grid, out, own_data=own_data)
+        return Outcome(f"{judged}\n{word}: {from_here(out / file)}", (), judged)
     folders = open_folders(experiment, out, resume=resume)
     given = [run.model_dump(mode="json") for run in experiment.runs]
     ended = {place: folder.end(given[place]) for place, folder in enumerate(folders)} if resume else {}
