@@ -29,7 +29,6 @@ def total_weight(weights: Sequence[float]) -> float:
 
 
 _PIECE = 1 << 15  # elements summed at a time, in the cache; for fewer, threads would wait for Python's global lock
-_SMALL = 1 << 13  # elements of an array for which starting NumPy's functions takes longer than their arithmetic
 _THREADS = min(8, cores())
 _LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as adding about 100,000 elements
 
@@ -45,7 +44,7 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
     given = [reply for reply, _ in zip(replies, weights, strict=True)]
     blocks: dict[object, list[str]] = {}  # keys whose arrays are averaged as one: the small ones of a dtype
     for key, value in given[0].items():
-        blocks.setdefault(value.dtype if value.size < _SMALL else key, []).append(key)
+        blocks.setdefault(value.dtype if value.size < _PIECE else key, []).append(key)
     flat = _means([[_joined(reply, keys) for reply in given] for keys in blocks.values()], weights, total)
     means: dict[str, Array] = {}
     for keys, mean in zip(blocks.values(), flat, strict=True):

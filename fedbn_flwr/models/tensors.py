@@ -42,7 +42,7 @@ def sent_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def as_array(tensor: Tensor) -> np.ndarray:
     """The tensor's values in the dtype in which they are sent; a view of the tensor's memory where possible."""
-    return tensor.to(sent_dtype(tensor.dtype)).numpy(force=True)
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy(force=True)
 
 
 def check_tensors(model: nn.Module) -> None:

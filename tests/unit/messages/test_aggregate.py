@@ -188,7 +188,7 @@ def test_small_arrays_that_are_averaged_as_one_keep_their_places() -> None:
         {
             "a": random.normal(size=(2, 3)),
             "n": random.integers(9, size=()),
-            "large": random.normal(size=(100, 100)),
+            "large": random.normal(size=(200, 200)),
             "is": random.random(3) > 0.5,
             "b": random.normal(size=4),
             "none": np.empty((0, 2)),
