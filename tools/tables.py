@@ -273,6 +273,7 @@ TABLES: dict[str, Callable[[], Table]] = {
             "model",
             "predict",
             "export",
+            "adapt",
             "flwr",
         ]
     },

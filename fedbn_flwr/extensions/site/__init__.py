@@ -6,5 +6,6 @@ PARTS = {
         "model": "model:add_model",
         "predict": "model:add_predict",
         "export": "export:add",
+        "adapt": "adapt:add",
     }
 }

@@ -58,7 +58,13 @@ def add_predict(commands: Commands) -> None:
         help="a table or a folder of images, with or without labels, or a site's folder (its test examples)",
     )
     parser.add_argument("--id", metavar="COLUMN", help="a column of the table to copy, such as the patient's number")
-    parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the predictions, a CSV file")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        help="the predictions, a CSV file; masks go to the folder FILE-masks, each a file",
+    )
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -107,14 +113,16 @@ def predict(arguments: argparse.Namespace) -> None:
         from fedbn_flwr.storage import replacing
 
         with needs("data", "fedbn predict"):
-            from .predict import predictions
+            from .predict import predictions, write_masks
 
     with named.only(arguments.allow):  # someone else may have written the run's folder
-        folder, model = model_of(arguments)
-        found = predictions(folder, model, arguments.data, arguments.id)
+        found = predictions(*model_of(arguments), arguments.data, arguments.id)
     with replacing(arguments.out, mode=0o600) as file, file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([found.columns, *found.rows])
     print("\n".join([*found.said, f"predictions: {arguments.out}"]))
+    if found.masks:
+        write_masks(found.masks, folder := arguments.out.with_name(f"{arguments.out.stem}-masks"))
+        print(f"masks: {folder}, with the number of a class for each pixel")
 
 
 def model_of(arguments: argparse.Namespace) -> tuple[RunReader, nn.Module]:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import datasets
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from fedbn_flwr.batch import count, tensors
-from fedbn_flwr.client.evaluation import metric_inputs
+from fedbn_flwr import named
+from fedbn_flwr.batch import count, first, tensors
+from fedbn_flwr.client.evaluation import evaluate, metric_inputs
 from fedbn_flwr.client.losses import logits_of
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.columns import of_series, open_examples, read
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.folders import open_new, open_splits
+from fedbn_flwr.data.load import KEY, load
 from fedbn_flwr.data.paths import check_rights
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.data.table import Column, Table
@@ -29,9 +34,11 @@ from fedbn_flwr.errors import UserError, few
 from fedbn_flwr.experiment.file.layers import read_experiment
 from fedbn_flwr.experiment.settings import Data
 from fedbn_flwr.results.folder.reader import RunReader
-from fedbn_flwr.tasks import CLASSIFICATION, TASKS, Task
+from fedbn_flwr.storage import replacing
+from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, TASKS, Task, title_of
 from fedbn_flwr.trees import Json
 
+Part = Literal["train", "test"]
 _PART = "the file"  # in errors, the name of the only split
 
 
@@ -40,63 +47,103 @@ class Predictions:
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
     said: Sequence[str]  # what they are of, and how many are right
+    masks: Mapping[str, Tensor]  # uint8, a class for each pixel, by the names in the column `prediction`
 
 
-def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | None = None) -> Predictions:
-    """A row for each example: its place, its file or id, its label if it has one, the prediction and probabilities.
+@dataclass(frozen=True)
+class Opened:
+    """New data, as the model of a run reads them."""
 
-    From a folder that a site trains on, these are its test examples; otherwise all rows of a table, or all images of a
-    folder. The label is empty where an example has none, and so is the prediction of an example that training would
-    leave out.
-    """
+    task: Task
+    described: Json
+    source: Source
+    table: Table
+    data: DataSet  # its training examples are all that were read
+    there: Tensor  # the places of the examples that training would not leave out
+    batches: TestBatches  # of these
+    labelled: TestBatches  # of those whose label is known
+    said: Sequence[str]  # what is ignored
+
+
+def opened(folder: RunReader, path: Path, ident: str | None = None, part: Part = "test") -> Opened:
+    """This part of a folder that a site trains on; otherwise all rows of a table, or images of a folder."""
     check_rights(path := path.expanduser())
     if not path.exists():
         raise UserError(f"--data {str(path)!r}: there is no such file or folder")
     run, summary = read_experiment(folder.config()).runs[0], folder.summary()
     task = TASKS[summary.task] if summary and summary.task else CLASSIFICATION
-    if not task.form or task.name == "segmentation":
-        raise UserError(
-            f"the run is for {task.name}; expected a run that predicts classes, labels or numbers for each example"
-        )
+    if not task.form:
+        raise UserError(f"the run is for {task.name}; expected one that predicts classes, labels, numbers or masks")
     described = folder.model_description()
     source = _source(run.source, described, task, path)
-    table, data, said = _opened(run.source, source, described, path, ident)
+    table, data, said = _opened(run.source, source, described, path, ident, part)
     examples, missing = data.train, torch.zeros(len(data.train), dtype=torch.bool)
     if source.missing == "drop":
         absent = [some.isnan().reshape(len(some), -1).any(1) for some in tensors(examples.inputs)]
         missing = torch.stack(absent).any(0)
-    there = (~missing).nonzero()[:, 0]
-    batches = TestBatches(examples, folder.moments(), run.evaluate.batch_size, there)
-    with torch.no_grad():
-        scores = torch.cat([*_outputs(model, batches, task)]) if len(there) else torch.empty(0, 0)
-    names, labels = described["classes"] or data.class_names, _labels(data)
-    made: dict[int, list[object]] = {}
-    for row, values in zip(there.tolist(), scores.tolist(), strict=True):
-        best = [names[int(np.argmax(values))]] if task.form == "classes" else []
-        made[row] = [*best, *(f"{value:.6g}" for value in values)]
+    there, targets = (~missing).nonzero()[:, 0], first(examples.targets)
+    known = ~(targets.isnan() if targets.is_floating_point() else targets < 0).reshape(len(targets), -1).any(1)
+    batches = partial(TestBatches, examples, folder.moments(), run.evaluate.batch_size)
+    return Opened(task, described, source, table, data, there, batches(there), batches(there[known[there]]), said)
+
+
+def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | None = None) -> Predictions:
+    """A row for each example: its place, its file or id, its label if it has one, the prediction and probabilities.
+
+    The label is empty where an example has none, and so is the prediction of an example that training would leave out.
+    """
+    new = opened(folder, path := path.expanduser(), ident)
+    task, described, source, table, data = new.task, new.described, new.source, new.table, new.data
+    examples, missing = data.train, len(data.train) - len(new.there)
+    names, labels = described["classes"] or data.class_names, labels_of(data)
     assert examples.rows is not None, "examples of a table have rows"
+    masks = dict[str, Tensor]()
+    if task is SEGMENTATION:
+        found, names = classes_of(model, new).to(torch.uint8), ()
+        form = "png" if found.ndim == 3 else "npy"
+        masks = {f"{row}.{form}": mask for row, mask in zip(examples.rows[new.there].tolist(), found, strict=True)}
+        made = {place: [name] for place, name in zip(new.there.tolist(), masks, strict=True)}
+    else:
+        made = {}
+        for place, values in zip(new.there.tolist(), itertools.chain(*_outputs(model, new.batches, task)), strict=True):
+            best = [names[int(values.argmax())]] if task.form == "classes" else []
+            made[place] = [*best, *(f"{value:.6g}" for value in values.tolist())]
     columns: dict[str, Sequence[object]] = {"row": examples.rows.tolist()}
-    if (image := next((name for name in data.types if table.columns[name].kind == "Image"), None)) is not None:
-        columns["file"] = np.array(_file_names(table, image, path))[examples.rows].tolist()
+    if images := [name for name in data.types if name in table.columns and table.columns[name].kind == "Image"]:
+        columns["file"] = np.array(_file_names(table, images[0], path))[examples.rows].tolist()
     if source.series is not None:
         windows = of_series(source, {_PART: table})[0][_PART]
         columns[source.series] = windows.columns[source.series].read().tolist()
     elif ident is not None:
         columns[ident] = table.columns[ident].read()[examples.rows].tolist()
-    said = [f"{path}: {len(examples)} examples", *said]
+    said = [f"{path}: {len(examples)} examples", *new.said]
     if task.form == "classes" and any(labels):
         columns["label"] = labels
         right = [made[row][0] == label for row, label in enumerate(labels) if label and row in made]
         said.append(f"accuracy {sum(right) / max(1, len(right)):.4f}: {sum(right)} of {len(right)} labels")
     if without := sum(not label for label in labels) if "label" in columns else 0:
         said.append(f"without a label: {without} examples")
-    if missing.any():
-        said.append(f"without a prediction: {int(missing.sum())} examples, which lack an input (data.missing is drop)")
+    if task is SEGMENTATION and new.labelled.num_examples:
+        metrics = measured(model, new, ["dice"])
+        shown = (f"{title_of(name)} {metrics[name]:.4f}" for name in (*task.reported, "dice"))
+        said.append(f"{', '.join(shown)}: {new.labelled.num_examples} masks")
+    if missing:
+        said.append(f"without a prediction: {missing} examples, which lack an input (data.missing is drop)")
     words = "probability " if task.form != "numbers" else ""
     scored = [*(["prediction"] if task.form == "classes" else []), *(words + name for name in names)]
     blank = [""] * len(scored)
     rows = [[*cells, *made.get(row, blank)] for row, cells in enumerate(zip(*columns.values(), strict=True))]
-    return Predictions([*columns, *scored], rows, said)
+    return Predictions([*columns, *scored], rows, said, masks)
+
+
+def write_masks(masks: Mapping[str, Tensor], folder: Path) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for name, mask in masks.items():
+        with replacing(folder / name, mode=0o600) as file, file.open("wb") as stream:
+            if name.endswith("png"):
+                Image.fromarray(mask.numpy()).save(stream, "png")
+            else:
+                np.save(stream, mask.numpy())
 
 
 def _source(data: Data, described: Json, task: Task, path: Path) -> Source:
@@ -119,13 +166,19 @@ def _source(data: Data, described: Json, task: Task, path: Path) -> Source:
 
 
 def _opened(
-    data: Data, source: Source, described: Json, path: Path, ident: str | None
+    data: Data, source: Source, described: Json, path: Path, ident: str | None, part: Part
 ) -> tuple[Table, DataSet, list[str]]:
-    """The table, its examples, and what is ignored."""
+    """The table, its examples, and what is ignored. A folder is read by the run's own reader, if it takes one."""
+    if named.is_name(data.name) and path.is_dir() and named.accepted(named.load(KEY, data.name), {"root": None}):
+        if ident is not None:
+            raise UserError(f"--id {ident!r}: {data.name!r} reads the folder, and names no columns; leave it out")
+        found = load(data.model_copy(update={"root": str(path)}))
+        found = found.standardised() if data.normalise == "own" else found
+        return Table({}), replace(found, train=getattr(found, part)), []
     is_site = path.is_dir() and any(path.glob(f"{source.train or 'train'}*"))
     if is_site:
         tables, _ = open_splits(source, path, None)
-        table = tables["train" if source.held_out else "test"]
+        table = tables["train" if source.held_out else part]
     else:
         table = open_new(source, path)
     said = _checked(table, source, described, path, ident)
@@ -137,10 +190,13 @@ def _opened(
     if is_site and (source.held_out or data.normalise == "own"):
         found = read(source, tables)
         found = found.standardised() if data.normalise == "own" else found
-        return table, replace(found, train=found.test), said
+        return table, replace(found, train=getattr(found, part)), said
     kind, nothing = ("string", None) if source.class_names else ("float64", np.nan)
-    absent = Column(kind, functools.partial(np.full, len(table), nothing))
-    table = replace(table, columns=dict.fromkeys(source.label, absent) | dict(table.columns))
+    absent = dict.fromkeys(source.label, Column(kind, partial(np.full, len(table), nothing)))
+    columns = absent | dict(table.columns)
+    if source.task == SEGMENTATION.name and columns[source.label[0]].kind not in ("Image", "array"):  # no masks
+        columns, source = columns | absent, source.model_copy(update={"task": CLASSIFICATION.name})
+    table = replace(table, columns=columns)
     opened, _, decoded = open_examples(source.model_copy(update={"test": None}), {_PART: table})
     gaps = counts(opened.train.inputs, torch.isnan, opened.input_names)
     if gaps and not source.missing:
@@ -189,18 +245,32 @@ def _file_names(table: Table, column: str, path: Path) -> list[str]:
     return [os.path.relpath(name, path) if Path(name).is_relative_to(path) else name for name in found]
 
 
-def _labels(data: DataSet) -> list[str]:
+def labels_of(data: DataSet) -> list[str]:
     """The label of each example, empty where it has none; the labels of other tasks are not shown."""
-    if data.task.form != "classes":
+    if data.task.form != "classes" or data.task is SEGMENTATION:
         return [""] * len(data.train)
     return ["" if label < 0 else data.class_names[label] for label in data.train.labels.tolist()]
 
 
+def measured(model: nn.Module, new: Opened, more: Sequence[str] = ()) -> Mapping[str, float]:
+    """The metrics of the task, and these, on the examples whose label is known."""
+    found = evaluate(model, new.labelled, lambda *_: torch.zeros(()), torch.device("cpu"), more, task=new.task)
+    return {key.replace("-", "_"): value for key, value in found.items()}
+
+
+def classes_of(model: nn.Module, new: Opened) -> Tensor:
+    """The class of each example of `there`, or of each of its pixels."""
+    found = [scores.argmax(1) for scores in _outputs(model, new.batches, new.task)]
+    return torch.cat(found) if found else torch.empty(0)
+
+
+@torch.no_grad()
 def _outputs(model: nn.Module, batches: TestBatches, task: Task) -> Iterator[Tensor]:
     """The outputs: probabilities of classes or labels, or numbers."""
     for inputs, _ in batches:
         outputs = logits_of(model(inputs))
-        like = torch.zeros(count(inputs), dtype=torch.int64) if task.form == "classes" else outputs
+        pixels = getattr(outputs, "shape", ())[2:]
+        like = torch.zeros(count(inputs), *pixels, dtype=torch.int64) if task.form == "classes" else outputs
         if (found := metric_inputs(task, outputs, like)) is None:
             form = type(outputs).__name__
             raise UserError(f"the model returns a {form}, which cannot be read as predictions for {task.name}")
