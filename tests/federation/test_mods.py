@@ -10,7 +10,7 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message
-from flwr.clientapp.mod import fixedclipping_mod, message_size_mod
+from flwr.clientapp.mod import LocalDpMod, fixedclipping_mod, message_size_mod
 
 from fedbn_flwr import client_app
 from fedbn_flwr.errors import RunFailed
@@ -143,6 +143,22 @@ def test_clipping_counts_counters_and_statistics_unless_it_sees_weights_only(
         np.testing.assert_array_equal(clipped[key], trained[key])
     _, squeezed = change(fed, bare)
     assert norm(sent, squeezed, weights) < CLIP / 2, "the counter and the statistics take most of the norm"
+
+
+def test_noise_spares_statistics_that_the_mod_does_not_see(
+    federation: Federations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/hospital.md does; noise on all arrays makes running variances negative."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    weights_only = importlib.import_module("weights_only").weights_only
+    fed, noise = federation((8, 12), lr=0.1), LocalDpMod(10.0, sensitivity=1.0, epsilon=1.0, delta=1e-5)
+    _, trained = change(fed, client_app(fed.make_client))
+    np.random.seed(0)
+    _, ours = change(fed, client_app(fed.make_client, mods={"train": [weights_only(noise)]}))
+    _, all_noisy = change(fed, client_app(fed.make_client, mods={"train": [noise]}))
+    for key, role in roles(fed.model).items():
+        assert np.array_equal(ours[key], trained[key]) is (role in (Role.STATISTICS, Role.COUNTER)), key
+    assert min(values.min() for key, values in all_noisy.items() if key.endswith("running_var")) < 0
 
 
 def test_the_documented_mods_work(federation: Federations) -> None:

@@ -49,7 +49,7 @@ def export(folder: RunReader, network: nn.Module, out: Path, form: Format, *, fo
             raise UserError(f"the outputs of the file differ by {difference:g} from the network's; it is not kept")
     shape = ", ".join(map(str, described["build"]["input_shape"]))
     of_site = (folder.config().get("data") or {}).get("normalise") == "own"
-    units = "in units of the site's own mean and deviation" if of_site else "pixel values from 0 to 1"
+    units = "in units of the site's own mean and deviation" if of_site else "with bytes of images divided by 255"
     said.append(f"inputs [N, {shape}]" + (f", {units}" if of_site or len(inputs.shape) == 4 else ""))
     if names := described.get("classes"):
         said.append(f"outputs: a score for each of {', '.join(names)}")
