@@ -167,10 +167,9 @@ def test_only_what_is_frozen_does_not_change(federation: Federations, freeze: An
 
 
 def test_two_may_freeze_one_after_the_other(federation: Federations) -> None:
-    for inner, outer in (("affine", "statistics"), ("statistics", "affine")):
-        both = FixBN(
-            FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=1, freeze=[inner]), freeze_round=2, freeze=[outer]
-        )
+    roles: list[tuple[Any, Any]] = [("affine", "statistics"), ("statistics", "affine")]
+    for inner, outer in roles:
+        both = FixBN(FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=1, freeze=inner), freeze_round=2, freeze=outer)
         assert freezes(federation(), both, 3) == ["", inner, "affine,statistics"]
 
 
