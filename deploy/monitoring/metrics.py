@@ -31,7 +31,7 @@ from cryptography import x509
 
 from fedbn_flwr.results.folder.places import find_folders
 from fedbn_flwr.results.read.runs import STATES, RunState, read_state
-from fedbn_flwr.results.text import printable
+from fedbn_flwr.text import printable
 
 _SHOWN = 50  # runs: those that changed last
 _KEPT = 5.0  # seconds for which an answer is used again, so that many requests cost no more than one

@@ -49,7 +49,7 @@ _HEAD = """\
 def new(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.experiment.file.content import check_mapping, follow_extends, text_of
     from fedbn_flwr.experiment.file.layers import read_experiment
-    from fedbn_flwr.results.yaml_text import parse_yaml
+    from fedbn_flwr.yaml_text import parse_yaml
 
     name = arguments.name.removesuffix(".yaml").removesuffix(".yml")
     file: Path = arguments.out or Path(f"{name}.yaml")

@@ -18,9 +18,9 @@ from fedbn_flwr.errors import SettingsError, UserError, locate_errors, options_a
 from fedbn_flwr.named import give_name, names_in
 from fedbn_flwr.results.folder.places import out_folder
 from fedbn_flwr.results.result import Result, Results
-from fedbn_flwr.results.text import shorten
-from fedbn_flwr.results.yaml_text import check_values
+from fedbn_flwr.text import shorten
 from fedbn_flwr.trees import Tree
+from fedbn_flwr.yaml_text import check_values
 
 from .data import forget_data
 from .file.content import check_mapping, follow_extends, read_content

@@ -14,7 +14,7 @@ from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.report.tables import as_text, partition_table
-from fedbn_flwr.results.text import columns_in_words
+from fedbn_flwr.text import columns_in_words
 
 from .data import examples_of, load_data, rows_by_domain, shares_of
 from .file.layers import Setting, settings_of

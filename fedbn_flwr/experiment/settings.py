@@ -33,8 +33,8 @@ from fedbn_flwr.models import build as models
 from fedbn_flwr.named import is_name
 from fedbn_flwr.norms.convert import check_kind
 from fedbn_flwr.results.metric_key import UNSEEN, NewcomerStatistics
-from fedbn_flwr.results.text import file_name, shorten
 from fedbn_flwr.tasks import LOSSES, METRICS
+from fedbn_flwr.text import file_name, shorten
 from fedbn_flwr.trees import Tree
 
 from .file.content import KEYS_OF_A_FILE

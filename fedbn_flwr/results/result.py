@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import UserError, did_you_mean, few, needs
-from fedbn_flwr.results.text import in_html
 from fedbn_flwr.tasks import title_of
+from fedbn_flwr.text import in_html
 from fedbn_flwr.trees import Json
 
 from .metric_key import MetricKey

@@ -20,7 +20,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.results.result import Result
-from fedbn_flwr.results.yaml_text import dump_yaml
+from fedbn_flwr.yaml_text import dump_yaml
 
 SETTINGS: dict[str, Any] = {
     "rounds": 2,

@@ -32,7 +32,6 @@ from fedbn_flwr.messages.gate import Gated
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.yaml_text import dump_yaml
 from fedbn_flwr.strategies import (
     FedBS,
     FixBN,
@@ -43,6 +42,7 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
+from fedbn_flwr.yaml_text import dump_yaml
 from tests.support.command import FEDBN, ROOT, signalled
 from tests.support.marks import slow_except
 from tests.support.records import content

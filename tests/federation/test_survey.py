@@ -24,8 +24,8 @@ from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.experiment.run.survey import Survey
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.results.yaml_text import dump_yaml
 from fedbn_flwr.tasks import MULTILABEL
+from fedbn_flwr.yaml_text import dump_yaml
 
 HEART: dict[str, Any] = {
     "clients": 4,

@@ -29,6 +29,8 @@ FOLDERS = (
     "fedbn_flwr.tasks",
     "fedbn_flwr.batch",
     "fedbn_flwr.storage",
+    "fedbn_flwr.yaml_text",
+    "fedbn_flwr.text",
     "fedbn_flwr.seeding",
     "fedbn_flwr.named",
     "fedbn_flwr.cores",

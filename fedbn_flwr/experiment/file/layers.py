@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from fedbn_flwr.errors import SettingsError, did_you_mean, locate_errors
-from fedbn_flwr.results.text import shorten
-from fedbn_flwr.results.yaml_text import parse_yaml
+from fedbn_flwr.text import shorten
 from fedbn_flwr.trees import Draft, Tree, flat_settings
+from fedbn_flwr.yaml_text import parse_yaml
 
 from ..registry import personalises
 from ..settings import (

@@ -26,8 +26,8 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
 
-from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
+from fedbn_flwr.text import duration
 from fedbn_flwr.trees import Tree
 
 from .listener import FinishedRound, Listener, Running

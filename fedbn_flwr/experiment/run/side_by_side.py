@@ -19,7 +19,7 @@ import torch
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.worker import NAME, Worker
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
-from fedbn_flwr.results.text import shorten
+from fedbn_flwr.text import shorten
 
 from ..listeners.progress import News, Progress, Reporter
 from ..parts import choose_device

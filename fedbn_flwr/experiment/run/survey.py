@@ -184,7 +184,7 @@ def _site(parts: Parts, answers: Sequence[Arrays], layers: Mapping[str, tuple[fl
 def _draw(made: Survey, file: Path) -> None:
     """How far each site is from all, by row of the table."""
     from fedbn_flwr.results.report.figure import Plot
-    from fedbn_flwr.results.text import in_plot
+    from fedbn_flwr.text import in_plot
 
     apart = {client: made.apart(site) for client, site in made.sites.items()}
     rows = [*next(iter(apart.values()))]

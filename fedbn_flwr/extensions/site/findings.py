@@ -12,7 +12,7 @@ from fedbn_flwr.data.examples import Examples, main_input
 from fedbn_flwr.data.streamed import Streamed
 from fedbn_flwr.errors import few
 from fedbn_flwr.results.report.tables import as_text
-from fedbn_flwr.results.text import columns_in_words
+from fedbn_flwr.text import columns_in_words
 
 _MOST = 100  # columns in the table
 _GAPS = 0.1  # share of missing values that is worth a warning

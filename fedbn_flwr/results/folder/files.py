@@ -13,9 +13,9 @@ from pydantic import Field, ValidationError
 from fedbn_flwr.declared import adapter
 from fedbn_flwr.engines.metered import Traffic
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.results.text import shorten
 from fedbn_flwr.storage import open_regular, replacing
 from fedbn_flwr.tasks import MAINS
+from fedbn_flwr.text import shorten
 from fedbn_flwr.trees import Draft, Json
 
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]

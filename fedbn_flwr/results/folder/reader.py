@@ -10,9 +10,9 @@ from pathlib import Path
 
 from fedbn_flwr.data import Moments
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.results.yaml_text import parse_yaml
 from fedbn_flwr.storage import read_store
 from fedbn_flwr.trees import Draft, Json
+from fedbn_flwr.yaml_text import parse_yaml
 
 from .checkpoint import CheckpointFile
 from .clients import PartitionCounts

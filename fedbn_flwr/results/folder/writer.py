@@ -17,9 +17,9 @@ from flwr.app import RecordDict
 from fedbn_flwr.errors import SettingsError, log_once
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.named import sources
-from fedbn_flwr.results.yaml_text import dump_yaml
 from fedbn_flwr.storage import replacing, to_json, write_store, writing
 from fedbn_flwr.trees import Json
+from fedbn_flwr.yaml_text import dump_yaml
 
 from .checkpoint import Snapshot
 from .environment import environment

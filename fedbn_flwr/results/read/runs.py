@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from fedbn_flwr.errors import UserError, few, log_once
-from fedbn_flwr.results.text import duration, printable
+from fedbn_flwr.text import duration, printable
 from fedbn_flwr.trees import Draft, Json, flat_settings
 
 from ..folder.clients import last_values

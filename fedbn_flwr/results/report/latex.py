@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from fedbn_flwr.results.text import in_latex
 from fedbn_flwr.tasks import goodness
+from fedbn_flwr.text import in_latex
 
 from ..metric_key import MetricKey
 from .rows import Row, runs_of, sweeps

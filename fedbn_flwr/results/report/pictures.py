@@ -15,7 +15,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedbn_flwr.errors import UserError, did_you_mean
-from fedbn_flwr.results.text import in_plot
+from fedbn_flwr.text import in_plot
 
 from ..folder.clients import PartitionCounts
 from ..metric_key import OWN, MetricKey

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedbn_flwr.errors import few
-from fedbn_flwr.results.text import in_words
 from fedbn_flwr.tasks import goodness
+from fedbn_flwr.text import in_words
 from fedbn_flwr.trees import Json
 
 from ..folder.summary import GLOBAL_MODEL

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 
 from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import UserError, did_you_mean, needs
-from fedbn_flwr.results.text import in_csv, in_markdown, on_page, printable
 from fedbn_flwr.tasks import is_lower_better, title_of
+from fedbn_flwr.text import in_csv, in_markdown, on_page, printable
 from fedbn_flwr.trees import Draft, Json
 
 from ..folder.clients import OWN_TRAINING, PartitionCounts, spread

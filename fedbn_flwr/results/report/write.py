@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.results.folder.places import from_here
-from fedbn_flwr.results.text import in_markdown
-from fedbn_flwr.results.yaml_text import dump_yaml
 from fedbn_flwr.storage import to_json, writing
+from fedbn_flwr.text import in_markdown
 from fedbn_flwr.trees import Json
+from fedbn_flwr.yaml_text import dump_yaml
 
 from ..folder.files import write_text
 from ..metric_key import OWN, MetricKey

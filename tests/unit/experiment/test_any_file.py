@@ -17,8 +17,8 @@ from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides, split_changes
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.settings import Settings
-from fedbn_flwr.results.yaml_text import dump_yaml, parse_yaml
 from fedbn_flwr.trees import flat_settings
+from fedbn_flwr.yaml_text import dump_yaml, parse_yaml
 from tests.support.experiments import fault, read
 from tests.support.fuzz import cases, damaged
 

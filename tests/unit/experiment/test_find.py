@@ -25,7 +25,7 @@ from fedbn_flwr.experiment.file.layers import (
     read_experiment,
     split_changes,
 )
-from fedbn_flwr.results.yaml_text import dump_yaml
+from fedbn_flwr.yaml_text import dump_yaml
 from tests.support.command import ROOT
 from tests.support.experiments import fault, read
 

@@ -18,7 +18,7 @@ from fedbn_flwr.results.report.curves import POINTS, curve, measures, thin
 from fedbn_flwr.results.report.pictures import partitions_plot, plot
 from fedbn_flwr.results.report.tables import as_markdown, as_text, table
 from fedbn_flwr.results.report.write import write_report
-from fedbn_flwr.results.text import in_plot
+from fedbn_flwr.text import in_plot
 from tests.support.fixtures import drawing
 from tests.support.refusals import refusal
 from tests.support.runs import TRAFFIC, rows_of, write_run

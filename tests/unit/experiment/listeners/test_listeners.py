@@ -32,7 +32,7 @@ from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.result import Result, find_runs
-from fedbn_flwr.results.yaml_text import parse_yaml
+from fedbn_flwr.yaml_text import parse_yaml
 from tests.support.runs import saved_round
 
 EXPERIMENT = """
