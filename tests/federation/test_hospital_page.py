@@ -28,7 +28,7 @@ def test_the_page_s_commands_print_what_it_shows(tmp_path: Path, monkeypatch: py
     scans.write("scans", scans.SCANNERS, seed=0)
     scans.write("new", scans.NEW, seed=1)
     page = Page(ROOT / "docs" / "hospital.md")
-    assert sum(page.command(code, shown) for kind, code, shown in page.blocks() if kind == "bash") == 6
+    assert sum(page.command(code, shown) for kind, code, shown in page.blocks() if kind == "bash") == 7
 
 
 def test_the_code_of_the_page_is_that_of_the_example() -> None:
