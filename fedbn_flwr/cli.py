@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fedbn {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (*[command.add for command in COMMANDS], given.add_survey, *parts("commands")):
+    for add in (*[command.add for command in COMMANDS], *parts("commands")):
         add(commands)
     return parser
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fedbn_flwr.commands.startup import loading
 
@@ -23,20 +25,13 @@ def add(commands: Commands) -> None:
         ),
         epilog="Example: fedbn evaluate mine.yaml --model runs/old/FedAvg --model runs/new/FedBN",
     )
-    parser.set_defaults(asks=[])
-    add_experiment(parser, "clients=10")
-    parser.add_argument(
-        "--model",
-        action="append",
+    _add_arguments(
+        parser,
+        [],
+        "evaluation.json",
         required=True,
-        metavar="FILE",
         help="a run folder, or weights by safetensors or torch.save; give the option again for another model",
     )
-    add_engine(parser)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for evaluation.json (runs/NAME-TIME)")
-
-
-def add_survey(commands: Commands) -> None:
     parser = add_command(
         commands,
         "survey",
@@ -48,19 +43,21 @@ def add_survey(commands: Commands) -> None:
         ),
         epilog="Example: fedbn survey mine.yaml",
     )
-    parser.set_defaults(asks=["evaluate.survey=true"])
-    add_experiment(parser, "clients=10")
-    parser.add_argument(
-        "--model",
-        action="append",
+    _add_arguments(
+        parser,
+        ["evaluate.survey=true"],
+        "survey.json and survey.png",
         default=[],
-        metavar="FILE",
         help="a run folder or weights, to compare the inputs of its batch norms at each client with its statistics",
     )
+
+
+def _add_arguments(parser: argparse.ArgumentParser, asks: Sequence[str], files: str, **of_model: Any) -> None:
+    parser.set_defaults(asks=asks)
+    add_experiment(parser, "clients=10")
+    parser.add_argument("--model", action="append", metavar="FILE", **of_model)
     add_engine(parser)
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="folder for survey.json and survey.png (runs/NAME-TIME)"
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {files} (runs/NAME-TIME)")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:

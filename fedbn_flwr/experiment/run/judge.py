@@ -7,8 +7,8 @@ which it normalises inputs; for weights alone the sites agree on them first, as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -92,13 +92,9 @@ def judge(
     own_data: bool = False,
 ) -> Judged:
     """Let all clients evaluate the models of `evaluate.models`, and write what they measured to evaluation.json."""
-    parts = prepare_without_strategy(experiment, own_data)
-    run = parts.run
-    given = {file: given_model(parts, file) for file in run.evaluate.models or (run.model.weights or "",)}
-    with make_grid(parts) as grid:
-        capabilities(grid).start()
-        begun = Running(parts, MeteredGrid(grid), RunFolder(out), {protocol.RUN: parts.name})
-        running = meet(begun, 0, agrees=any(folder is None for _, folder in given.values()))
+    initial = experiment.runs[0].model.weights or ""
+    with without_training(experiment, make_grid, out, own_data, [initial]) as (running, given):
+        parts = running.prepared
         agreed, found = parts.agreed, dict[str, ByClient]()
         for file, (arrays, folder) in given.items():
             parts.agreed = agreed
@@ -111,8 +107,21 @@ def judge(
     return judged
 
 
-def prepare_without_strategy(experiment: Experiment, own_data: bool) -> Parts:
-    """The parts of the experiment's only run; clients know it by its name, and no strategy takes part."""
+Given = tuple[ArrayRecord, RunReader | None]  # a model and, if it is in one, its run folder
+
+
+@contextmanager
+def without_training(
+    experiment: Experiment,
+    make_grid: Callable[[Parts], AbstractContextManager[Grid]],
+    out: Path,
+    own_data: bool,
+    otherwise: Sequence[str] = (),
+) -> Iterator[tuple[Running, Mapping[str, Given]]]:
+    """The clients of the experiment's only run, and the models of `evaluate.models` or `otherwise`, by their files.
+
+    Clients know the run by its name, and no strategy takes part.
+    """
     run, *others = experiment.runs
     if others:
         labels = ", ".join(dict.fromkeys(each.label for each in experiment.runs))
@@ -122,11 +131,15 @@ def prepare_without_strategy(experiment: Experiment, own_data: bool) -> Parts:
         )
     plain = run.model_copy(update={"strategy": {"name": "FedAvg"}})
     (parts,) = prepare(replace(experiment, runs=(plain,)), own_data=own_data)
-    return parts
+    given = {file: _given(parts, file) for file in run.evaluate.models or otherwise}
+    with make_grid(parts) as grid:
+        capabilities(grid).start()
+        begun = Running(parts, MeteredGrid(grid), RunFolder(out), {protocol.RUN: parts.name})
+        yield meet(begun, 0, agrees=any(folder is None for _, folder in given.values())), given
 
 
-def given_model(parts: Parts, file: str) -> tuple[ArrayRecord, RunReader | None]:
-    """The arrays of a model and, if it is in one, its run folder; without a file, the experiment's initial model."""
+def _given(parts: Parts, file: str) -> Given:
+    """The model of this file; without a file, the experiment's initial model."""
     model, path = parts.model, Path(file).expanduser()
     folder = RunReader(path if path.is_dir() else path.parent)
     known = bool(file) and (folder.path / "model.json").exists()

@@ -18,8 +18,6 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.data.disclosed import HIDDEN, blank_answer
 from fedbn_flwr.data.moments import moments_of
-from fedbn_flwr.engines.capabilities import capabilities
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import LOG, MissingPackage
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -27,15 +25,13 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.distances import distances, statistics_in
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.files import write_text
-from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.report.tables import as_text
 from fedbn_flwr.storage import to_json
 
-from ..listeners.listener import Running
 from ..parts import Parts
 from ..settings import Experiment
-from .federation import ask_all, meet
-from .judge import given_model, normalise_as, prepare_without_strategy
+from .federation import ask_all
+from .judge import normalise_as, without_training
 
 FILE = "survey.json"
 _SITES, _LINES = 8, 40  # in the table
@@ -140,15 +136,11 @@ def survey(
     own_data: bool = False,
 ) -> Survey:
     """Ask all clients how their data are; write survey.json and survey.png."""
-    parts = prepare_without_strategy(experiment, own_data)
-    models = [given_model(parts, file) for file in parts.run.evaluate.models]
     layers: Mapping[int, Mapping[str, tuple[float, float, float]]] = {}
-    with make_grid(parts) as grid:
-        capabilities(grid).start()
-        begun = Running(parts, MeteredGrid(grid), RunFolder(out), {protocol.RUN: parts.name})
-        running = meet(begun, 0, agrees=any(folder is None for _, folder in models))
+    with without_training(experiment, make_grid, out, own_data) as (running, models):
+        parts = running.prepared
         answers = ask_all(running, protocol.SURVEY_QUERY, blank_answer(parts.shape))
-        for model, folder in models:
+        for model, folder in models.values():
             if folder is not None:
                 normalise_as(parts, folder)
             tracked = {key: unpack(model)[key] for key, role in roles(unpack(model)).items() if role is Role.STATISTICS}
