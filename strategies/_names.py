@@ -9,7 +9,6 @@ from fedbn_flwr.server.rule import Rule as Rule
 from fedbn_flwr.server.rule import evaluation_round as evaluation_round
 from fedbn_flwr.server.rule import restore as restore
 from fedbn_flwr.server.rule import state_of as state_of
-from fedbn_flwr.server.traits import Record as Record
 from fedbn_flwr.server.traits import Round as Round
 from fedbn_flwr.server.traits import Traits as Traits
 from fedbn_flwr.server.traits import mean_is_enough as mean_is_enough

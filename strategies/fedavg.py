@@ -32,9 +32,8 @@ from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import Reply, mean_of_metrics, number_problem
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
-from fedbn_flwr.server.bounds import InfluenceBounds, refuse_bounds
 from fedbn_flwr.server.rule import Base, Rule
-from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
+from fedbn_flwr.server.traits import InfluenceBounds, Round, Traits, mean_is_enough, refuse_bounds
 from fedbn_flwr.trees import Json
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]

@@ -26,9 +26,8 @@ from torch.optim import SGD
 from fedbn_flwr.client.rule import ClientRule, Gradient
 from fedbn_flwr.engines.capabilities import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.carriers import ByMessages, Carrier, Cohort, ExchangesDone, Service, service
+from fedbn_flwr.exchange.carriers import ByMessages, Carrier, Cohort, ExchangesDone, Service, run_exchanges, service
 from fedbn_flwr.exchange.codec import TIME_LIMIT, Agreement, Contribution
-from fedbn_flwr.exchange.exchanges import run_exchanges
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import total_weight, weighted_mean

@@ -23,7 +23,7 @@ from fedbn_flwr.messages.aggregate import Arrays, weighted_mean
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
-from fedbn_flwr.server.traits import Record, Round, Traits, mean_is_enough
+from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
 from fedbn_flwr.server.wrapper import Wrapper
 
 MOMENTUM = "fedbn.momentum"
@@ -42,7 +42,7 @@ class GlobalMomentum(Wrapper):
         momentum: Arrays = field(default_factory=dict)  # empty before the first round
 
     memory: Memory
-    traits = Traits(steps=frozenset({"momentum"}), records={MOMENTUM_RECORD: Record()})
+    traits = Traits(steps=frozenset({"momentum"}), records={MOMENTUM_RECORD: "weighted"})
 
     def __init__(self, strategy: Strategy) -> None:
         words = "averages with the weights of its base; wrap one of fedbn_flwr.strategies, for instance"

@@ -32,7 +32,7 @@ from fedbn_flwr.messages.aggregate import Array, Arrays
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply, with_config
 from fedbn_flwr.models.tensors import copied, tensor_like
-from fedbn_flwr.server.traits import Record, Round, Traits, mean_is_enough
+from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
 
 from .fedavg import FedAvg
 
@@ -48,7 +48,7 @@ class Scaffold(FedAvg):
     The arguments are FedAvg's.
     """
 
-    traits = Traits(client_memory=("their control variates",), records={CONTROL_RECORD: Record(equal_weights=True)})
+    traits = Traits(client_memory=("their control variates",), records={CONTROL_RECORD: "equal"})
 
     @dataclass
     class Memory(FedAvg.Memory):

@@ -56,13 +56,13 @@ def names() -> dict[str, list[str]]:
 
     from fedbn_flwr.client.rule import ClientRule, LocalRound
     from fedbn_flwr.messages.reply import Reply
-    from fedbn_flwr.strategies import Record, Round, Rule, Traits
+    from fedbn_flwr.strategies import Round, Rule, Traits
 
     def of(kind: type, base: type = object) -> list[str]:
         own: dict[str, Any] = {**getattr(kind, "__annotations__", {}), **vars(kind)}
         return [name for name in own if not name.startswith("_") and not hasattr(base, name)]
 
-    fields = {each.__name__: fields_of(each) for each in (Traits, Record, Round)}
+    fields = {each.__name__: fields_of(each) for each in (Traits, Round)}
     rest = {each.__name__: of(each) for each in (Reply, ClientRule, LocalRound)}
     return {"Rule": of(Rule, Strategy), "Memory": fields_of(Rule.Memory), **fields, **rest}
 

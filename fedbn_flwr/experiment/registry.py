@@ -210,7 +210,7 @@ def personalises(spec: Tree) -> bool:
     A user's strategy may need packages on the server that a node lacks.
     """
     with suppress(Exception):
-        return as_rule(build_strategy(spec)).traits.personalises
+        return bool(as_rule(build_strategy(spec)).traits.local)
     return False
 
 

@@ -161,37 +161,27 @@ def record_problems(replies: Mapping[int, Reply], name: str, model: Arrays) -> d
     The record must have an array for each parameter that clients train. The server cannot tell these from buffers and
     frozen parameters, so it expects the keys that most replies have.
     """
-    like = of_roles(model, {Role.WEIGHTS, Role.AFFINE})
-    missing = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
-    problems = {node: missing for node, reply in replies.items() if name not in reply.records}
     read = {node: reply.records[name] for node, reply in replies.items() if name in reply.records}
-    votes = Counter(frozenset(arrays) for arrays in read.values() if arrays.keys() <= like.keys())
-    keys = max(votes, key=lambda keys: (votes[keys], len(keys)), default=frozenset(like))
-    problems |= {
-        node: problem for node, arrays in read.items() if (problem := arrays_problem(arrays, like, keys)) is not None
-    }
+    missing = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
+    problems = dict.fromkeys(replies.keys() - read.keys(), missing)
+    problems |= arrays_problems(read, of_roles(model, {Role.WEIGHTS, Role.AFFINE}), only_sent=True)
     left = [node for node in read if node not in problems]
-    far = absurd([read[node] for node in left], {})
-    problems |= {left[i]: problem for i, problem in far.items()}
+    problems |= {left[i]: problem for i, problem in absurd([read[node] for node in left], {}).items()}
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
 
 
-def arrays_problems(replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
-    """The problems of the arrays in replies, by node, where the server does not know what to expect.
+def arrays_problems(cohort: Mapping[int, Arrays], sent: Arrays, *, only_sent: bool = False) -> dict[int, str]:
+    """The problems of clients' arrays, by node, where the server does not know what to expect.
 
-    It expects the keys, shapes and dtypes that most replies have. In a tie it prefers the ones of `sent`, the arrays in
-    its messages, and after them the reply with the most arrays.
+    It expects the keys, shapes and dtypes that most clients have; with `only_sent`, those who have other arrays than
+    `sent`, the ones in its messages, don't count. In a tie it prefers the form of `sent`, then the most arrays.
     """
 
-    def form(values: Arrays) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-        return tuple(sorted((key, value.dtype.str, value.shape) for key, value in values.items()))
+    def form(values: Arrays) -> frozenset[tuple[str, str, tuple[int, ...]]]:
+        return frozenset((key, value.dtype.str, value.shape) for key, value in values.items())
 
-    forms = {node: form(reply.arrays) for node, reply in replies.items()}
-    votes, sent_form = Counter(forms.values()), form(sent)
-    most = max(
-        votes, key=lambda candidate: (votes[candidate], candidate == sent_form, len(candidate), candidate), default=()
-    )
-    like = next((reply.arrays for node, reply in replies.items() if forms[node] == most), {})
-    return {
-        node: problem for node, reply in replies.items() if (problem := arrays_problem(reply.arrays, like)) is not None
-    }
+    forms, sent_form = {node: form(arrays) for node, arrays in cohort.items()}, form(sent)
+    votes = Counter(found for found in forms.values() if found <= sent_form or not only_sent)
+    most = max(votes, key=lambda found: (votes[found], found == sent_form, len(found), sorted(found)), default=None)
+    like = next((arrays for node, arrays in cohort.items() if forms[node] == most), sent)
+    return {node: problem for node, arrays in cohort.items() if (problem := arrays_problem(arrays, like)) is not None}

@@ -139,7 +139,7 @@ class Foreign(Base):
         # Krum may choose a reply without examples, and would divide by their sum.
         empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
         problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
-        problems |= arrays_problems(replies, sent)
+        problems |= arrays_problems({node: reply.arrays for node, reply in replies.items()}, sent)
         return problems | super().compare(
             {node: reply for node, reply in replies.items() if node not in problems}, sent
         )

@@ -49,9 +49,8 @@ from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.norms.roles import Role, roles, split
 from fedbn_flwr.trees import Json
 
-from .bounds import InfluenceBounds
 from .poll import Poll, Roster
-from .traits import Round, Traits
+from .traits import InfluenceBounds, Round, Traits
 
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 
@@ -410,7 +409,7 @@ class Base(Rule):
         poll.read(round.grid.send_and_receive(queries, timeout=self.reply_timeout), self.arrayrecord_key)
         poll.check(lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or problem(reply))
         poll.leave_out(metric_problems(poll.usable))
-        poll.leave_out(arrays_problems(poll.usable, {}))
+        poll.leave_out(arrays_problems({node: reply.arrays for node, reply in poll.usable.items()}, {}))
         keys = [*next((reply.arrays for reply in poll.usable.values()), {})]
         poll.leave_out(self.outliers(poll.usable, {}, keys))
         return poll.close(what)

@@ -1,14 +1,16 @@
-"""What a strategy declares about itself, and the values that its hooks receive."""
+"""What a strategy declares about itself, the values that its hooks receive, and what it needs of bounds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 from flwr.app import ArrayRecord, ConfigRecord
 from flwr.serverapp import Grid
 
+from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.norms.roles import Role, roles, selected
 
 
@@ -20,13 +22,6 @@ class Round:
     arrays: ArrayRecord  # the global model that the round begins with
     config: ConfigRecord  # of the messages to all clients; in `config()` without the keys of wrapped rules
     grid: Grid
-
-
-@dataclass(frozen=True)
-class Record:
-    """Arrays that clients send along with the model: one for every parameter that the client trains."""
-
-    equal_weights: bool = False  # whether all clients count equally in their mean
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,9 @@ class Traits:
     sent_back: bool = True  # whether clients send it to the server all the same, for the global model
     # The smallest batch whose statistics clients exchange; 0 if the strategy exchanges none.
     min_batch: int = 0
-    records: Mapping[str, Record] = field(default_factory=dict)  # that clients send back; the hook `records` sends them
+    # Records that clients send back, with an array for every parameter that the client trains (the hook `records` sends
+    # them), and whether the clients count equally in their mean or by their weights.
+    records: Mapping[str, Literal["equal", "weighted"]] = field(default_factory=dict)
     pooled: bool = False  # whether variances have the part between the clients (`aggregate.pooled_mean`)
     may_be_outlier: bool = True  # whether a reply may be left out because of what the other clients sent
 
@@ -61,11 +58,6 @@ class Traits:
             pooled=self.pooled or other.pooled,
             may_be_outlier=self.may_be_outlier and other.may_be_outlier,
         )
-
-    @property
-    def personalises(self) -> bool:
-        """Whether clients keep a part of the model, so that each is tested on its own."""
-        return bool(self.local)
 
     @property
     def never_sent(self) -> frozenset[str]:
@@ -96,3 +88,38 @@ def mean_is_enough(hook: _Hook) -> _Hook:
     """Mark a hook whose result does not change if every reply is replaced by their mean."""
     hook.mean_is_enough = True  # type: ignore[attr-defined]
     return hook
+
+
+# --- bounds ---
+
+
+@runtime_checkable
+class InfluenceBounds(Protocol):
+    """Bounds on the influence of one client, such as `fedbn_flwr.extensions.bounds`."""
+
+    def notes(self) -> Mapping[str, object]:
+        """The bounds that are set, by name."""
+
+    def of_updates(self) -> Mapping[str, object]:
+        """Those that limit a client's update."""
+
+    def outliers(self, cohort: Sequence[Arrays], keys: Sequence[str]) -> Mapping[int, str]:
+        """The clients whose values of these arrays are too far from the others', by position, with the reasons."""
+
+    def weights(self, weights: Sequence[float]) -> Sequence[float]:
+        """The weights of the mean, none of which is too large."""
+
+    def clip(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
+        """The clients' models, in which no array of `sent` has changed too much; `what` names the round in the log."""
+
+
+def refuse_bounds(name: str, traits: Traits, bounds: InfluenceBounds | None) -> None:
+    """Raise SettingsError if the strategy `name` averages something that its bounds do not limit."""
+    if bounds is None:
+        return
+    refused = bounds.of_updates() if traits.records else {}
+    reason = f"{name} averages more than the model, which one client could set to any value"
+    if not traits.has_global_model:
+        refused, reason = bounds.notes(), f"{name} trains no shared model, so there is nothing for bounds to limit"
+    for key, value in refused.items():
+        raise SettingsError(f"bounds.{key} is {value!r}, but {reason}")

@@ -24,9 +24,9 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.roles import NORM_STATE
 
-from .bounds import refuse_bounds
 from .flower import as_rule
 from .rule import Base, Rule, evaluation_round
+from .traits import refuse_bounds
 
 # What a wrapper does not call of the rule that it wraps, and what takes its place.
 _INSTEAD = {

@@ -39,7 +39,6 @@ from fedbn_flwr.strategies import (
     FixBN,
     GlobalMomentum,
     MeanStatistics,
-    Record,
     Scaffold,
     Traits,
     Wrapper,
@@ -119,7 +118,7 @@ class WithState(FedAvg):
 
 
 class WithRecord(FedAvg):
-    traits = Traits(records={"control": Record()})
+    traits = Traits(records={"control": "weighted"})
 
 
 class OwnWrapper(Wrapper):
@@ -527,7 +526,7 @@ def test_the_traits_of_a_strategy_add_to_those_of_the_strategy_inside() -> None:
     traits = OwnWrapper(GlobalMomentum(inside)).traits
     assert traits.client_memory == ("their own batch norm", "their own arrays", "their own step sizes")
     assert (traits.local, traits.sent_back) == (inside.traits.local, False)
-    assert (traits.steps, traits.records) == ({"momentum"}, {"momentum": Record()})
+    assert (traits.steps, traits.records) == ({"momentum"}, {"momentum": "weighted"})
     assert HBN(kept=["last"]).traits.client_memory == ("their own alpha", "their own arrays")
     assert FixBN(Scaffold(), freeze_round=1).traits.client_memory == ("their control variates",)
 

@@ -49,7 +49,7 @@ class Evaluate(Listener):
         self.threads = threads if prepared.device.type == "cpu" else 1
         self.rule = prepared.rule
         traits, given, on_server = self.rule.traits, run.evaluate.clients, run.evaluate.server
-        self.asks_clients = traits.personalises or not on_server if given is None else bool(given)
+        self.asks_clients = bool(traits.local) or not on_server if given is None else bool(given)
         # Else means over all test examples of the clients are metrics of the run.
         self.only_own = given == "own" and on_server and traits.has_global_model and not run.evaluate.domains
         self.loss = plain_loss(run, prepared.task)

@@ -91,7 +91,7 @@ def begin_summary(prepared: Parts) -> Summary:
         device=str(prepared.device),
         began=time_stamp(),
         accuracy_of=accuracy_of,
-        personal=prepared.rule.traits.personalises or None,
+        personal=bool(prepared.rule.traits.local) or None,
         clients_due=prepared.rule.base.num_training(run.training_clients),
         metrics=tuple(name_of(metric) for metric in prepared.metrics),
         size=run.size if run.size != PAPER else None,

@@ -132,7 +132,7 @@ class Secure(Wrapper):
         self.threshold, self.timeout = threshold, timeout
         self.ranges = float(update_range), float(statistics_range), float(max_examples)
         # Records that are averaged with equal weights.
-        self.equal = frozenset(name for name, record in self.traits.records.items() if record.equal_weights)
+        self.equal = frozenset(name for name, kind in self.traits.records.items() if kind == "equal")
         self._masked: MaskedRound | None = None
 
     def notes(self) -> Json:

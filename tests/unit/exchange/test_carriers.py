@@ -13,9 +13,8 @@ from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-unty
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.exchange.carriers import ExchangesDone
+from fedbn_flwr.exchange.carriers import ExchangesDone, contribution_problem
 from fedbn_flwr.exchange.codec import END, Agreement, Contribution
-from fedbn_flwr.exchange.exchanges import contribution_problem
 from fedbn_flwr.server.poll import Poll
 from fedbn_flwr.strategies import FedTAN, Round
 from tests.support.federations import same
