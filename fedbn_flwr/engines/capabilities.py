@@ -153,15 +153,3 @@ class GridAround(Capabilities, Grid):
 
     def report(self, what: str, done: int, total: int) -> None:
         capabilities(self.inner).report(what, done, total)
-
-
-class GridWithout(GridAround):
-    """A grid that hides the nodes `hidden`, so that strategies send them no messages."""
-
-    hidden: Collection[int] = ()
-
-    def get_node_ids(self) -> Iterable[int]:
-        return [node for node in super().get_node_ids() if node not in self.hidden]
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        return [node for node in super().get_nodes() if node.node_id not in self.hidden]

@@ -1,17 +1,18 @@
-"""The ledger counts messages and bytes of arrays in each direction.
+"""The grid of a run, whose ledger counts messages and bytes of arrays in each direction.
 
 Bytes are the number of elements times their size; names, headers and metrics are not counted, as in the papers. Only
-replies that have passed the gate are counted.
+replies that have passed the gate are counted. The grid also reports how far a round is, for progress lines and bars.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.messages import protocol
@@ -21,9 +22,18 @@ from fedbn_flwr.messages.gate import Gated, gate
 from .capabilities import GridAround
 
 if TYPE_CHECKING:  # the exchange's modules are imported when a strategy uses them
+    from flwr.proto.node_pb2 import NodeInfo
+
     from fedbn_flwr.exchange.carriers import Answers
     from fedbn_flwr.exchange.codec import Agreement
     from fedbn_flwr.messages.aggregate import Arrays
+
+_REPORTED = {
+    MessageType.TRAIN: "clients trained",
+    MessageType.EVALUATE: "clients evaluated",
+    protocol.PARTITION_QUERY: "clients ready",
+    protocol.STATISTICS_QUERY: "clients' statistics",
+}
 
 
 @dataclass
@@ -51,11 +61,17 @@ class Traffic:
 
 
 class MeteredGrid(GridAround):
-    """A grid that passes messages to another one, checks the replies at the gate and counts both."""
+    """A grid that passes messages to another one, checks the replies at the gate and counts both.
 
-    def __init__(self, grid: Grid) -> None:
+    `watcher` is called with what is reported, how many are done, and how many there are: for each reply when it
+    arrives, and for what strategies report.
+    """
+
+    hidden: Collection[int] = ()  # nodes that strategies do not see
+
+    def __init__(self, grid: Grid, watcher: Callable[[str, int, int], object] = lambda what, done, total: None) -> None:
         super().__init__(grid)
-        self._now = Traffic()
+        self._watcher, self._now = watcher, Traffic()
         self._lock = threading.Lock()
 
     def take(self) -> Traffic:
@@ -70,6 +86,9 @@ class MeteredGrid(GridAround):
             up = [{} if isinstance(answer, str) else answer.tensors for answer in answers.values()]
             self.count_exchange(up, [agreement.tensors] * len(nodes))
         return answers
+
+    def report(self, what: str, done: int, total: int) -> None:
+        self._watcher(what, done, total)
 
     def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
         """Count an exchange of FedTAN that bypassed the grid."""
@@ -109,9 +128,19 @@ class MeteredGrid(GridAround):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Gated:
         sent = list(messages)  # Flower's HttpGrid iterates over them twice
         self._note(sent, "down")
+        if sent and (what := _REPORTED.get(sent[0].metadata.message_type)):
+            done = itertools.count(1)
+            self.report(what, 0, len(sent))
+            self.observe(lambda _: self.report(what, next(done), len(sent)))
         replies = gate(self.inner.send_and_receive(sent, timeout=timeout) if sent else ())
         self._note(replies, "up")
         return replies
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [node for node in super().get_node_ids() if node not in self.hidden]
+
+    def get_nodes(self) -> Iterable[NodeInfo]:
+        return [node for node in super().get_nodes() if node.node_id not in self.hidden]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         sent = list(messages)

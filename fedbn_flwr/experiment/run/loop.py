@@ -17,10 +17,9 @@ from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client import evaluation
-from fedbn_flwr.engines.capabilities import GridWithout, capabilities
+from fedbn_flwr.engines.capabilities import capabilities
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.engines.network import PollingGrid
-from fedbn_flwr.engines.watched import WatchedGrid
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import LOG, Diverged, RunFailed, few
 from fedbn_flwr.messages import protocol
@@ -52,8 +51,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     prepared.release()  # workers are copies of this process, and would keep the memory of its model
     capabilities(grid).start()
     snapshot = folder.checkpoint.read() if done else None
-    seen = GridWithout(WatchedGrid(grid, progress.report))
-    ledger = MeteredGrid(seen)
+    ledger = MeteredGrid(grid, progress.report)
     running = Running(prepared, ledger, folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
@@ -76,7 +74,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
             listener.on_start(running, finished)
             begun.append(listener)
         running = meet(running, done)
-        seen.hidden = running.federation.unseen.values()
+        ledger.hidden = running.federation.unseen.values()
         if isinstance(grid, PollingGrid):  # for a look-up: `flwr supernode list` shows only the nodes' ids
             nodes = sorted(running.federation.nodes.items())
             progress.message(", ".join(f"client {client} is node {node}" for client, node in nodes))

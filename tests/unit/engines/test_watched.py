@@ -1,4 +1,4 @@
-"""What a watched grid reports while a round runs."""
+"""What the grid of a run reports while a round runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from flwr.app import ConfigRecord
 
-from fedbn_flwr.engines.watched import WatchedGrid
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.strategies import FedAvg
 from tests.support.federations import Federations
 from tests.support.models import two_norms
@@ -16,9 +16,9 @@ from tests.support.smallbatches import FedAvgGlobalStats, FedTAN
 Reports = list[tuple[str, int, int]]
 
 
-def watched(grid: Any) -> tuple[WatchedGrid, Reports]:
+def watched(grid: Any) -> tuple[MeteredGrid, Reports]:
     reports: Reports = []
-    return WatchedGrid(grid, lambda *report: reports.append(report)), reports
+    return MeteredGrid(grid, lambda *report: reports.append(report)), reports
 
 
 @pytest.mark.parametrize("workers", [0, 2])
