@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,10 +19,6 @@ from fedbn_flwr.messages.arrays import frozen
 from fedbn_flwr.norms.roles import Role, key_of, roles
 
 from .layout import takes_channels_last
-
-with warnings.catch_warnings():  # PyTorch warns once per process of a read-only array, which `load` reads
-    warnings.simplefilter("ignore")
-    torch.from_numpy(frozen(np.empty(0)))
 
 _SENT = {
     torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8,
@@ -217,14 +212,14 @@ class ModelTensors:
     def load(self, *given: Arrays) -> None:
         """Copy arrays into the tensors of the same keys and shapes."""
         for arrays in given:
-            into, values = self._now(arrays), []
-            for tensor, array in zip(into, arrays.values(), strict=True):
-                value = torch.from_numpy(array)  # in the array's memory, which is only read
+            for tensor, array in zip(self._now(arrays), arrays.values(), strict=True):
                 # Flower's mean of integer counters has a rounding error.
-                is_mean = value.is_floating_point() and not tensor.is_floating_point()
-                values.append(value.round() if is_mean else value)
-            if into:
-                torch._foreach_copy_(into, values)
+                is_mean = array.dtype.kind == "f" and not tensor.is_floating_point()
+                value = np.rint(array) if is_mean else array
+                if tensor.device.type == "cpu" and tensor.dtype is not torch.bfloat16:
+                    np.copyto(tensor.detach().numpy(), value, casting="unsafe")
+                else:
+                    tensor.copy_(torch.from_numpy(np.array(value)))  # a copy: PyTorch warns of read-only arrays
 
     def values_of(self, keys: Collection[str]) -> Arrays:
         """Copies of the current values of the tensors with these keys."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,3 +134,18 @@ def test_a_function_without_a_hash_or_a_weak_reference_has_an_identity(make: Cal
     one, other = make(), make()
     assert {identity(one), identity(one)} == {identity(one)}
     assert identity(one) != identity(other)
+
+
+def test_the_first_read_only_array_still_makes_pytorch_warn() -> None:
+    """It does so once per process, and the user's code may be what deserves it."""
+    code = (
+        "import numpy as np, torch, warnings\n"
+        "from fedbn_flwr.models.tensors import ModelTensors, initial_arrays\n"
+        "model = torch.nn.BatchNorm1d(2).bfloat16()\n"
+        "warnings.simplefilter('error')\n"
+        "ModelTensors(model).load(initial_arrays(model))\n"
+        "ModelTensors(model.float()).load(initial_arrays(model))\n"
+        "try: torch.from_numpy(np.frombuffer(b'12345678', np.float32))\n"
+        "except UserWarning: print('warned')\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "warned\n"
