@@ -120,25 +120,24 @@ class FedNovaClient(ClientRule):
     def begin(self, w: Tensors) -> Memo:
         optimizer = self.local.optimizer
         self.rates = rates_of(optimizer.torch)
-        mu = float(self.local.config.get(PROXIMAL_MU, 0.0))
-        needs = "FedNova needs SGD"
-        if not isinstance(optimizer.torch, torch.optim.SGD):
-            raise MessageError(f"{needs}, and this client trains by {type(optimizer.torch).__name__}")
-        groups = optimizer.torch.param_groups
-        if {*self.rates} != {self.rates[0]} or any(group["nesterov"] or group["dampening"] for group in groups):
-            found = [{key: group[key] for key in ("lr", "momentum", "nesterov", "dampening")} for group in groups]
-            raise MessageError(f"{needs} with one rate and one momentum, no nesterov and no dampening; found {found}")
-        self.lr, self.momentum = self.rates[0]
-        if self.momentum and mu:
-            raise MessageError(f"{needs} with momentum or with {PROXIMAL_MU}, and this client has both; leave out one")
-        if not (self.momentum < 1 and self.lr * mu < 1):
+        mu, groups = float(self.local.config.get(PROXIMAL_MU, 0.0)), optimizer.torch.param_groups
+        lr, self.momentum = self.rates[0]
+        self.alpha = lr * mu
+        is_covered = (
+            isinstance(optimizer.torch, torch.optim.SGD)
+            and {*self.rates} == {self.rates[0]}
+            and not any(group["nesterov"] or group["dampening"] for group in groups)
+            and not (self.momentum and (mu or optimizer.state()))
+            and max(self.momentum, self.alpha) < 1
+        )
+        if not is_covered:
+            kept = " kept from an earlier round" if optimizer.state() else ""
+            options = [{key: group.get(key) for key in ("lr", "momentum", "nesterov", "dampening")} for group in groups]
             raise MessageError(
-                f"momentum is {self.momentum:g}, and the learning rate times {PROXIMAL_MU} {self.lr * mu:g}; expected "
-                "numbers below 1"
+                "FedNova needs SGD with one learning rate, without nesterov and dampening, and with a momentum below 1 "
+                f"that begins at zero in each round or a {PROXIMAL_MU} below 1 / lr, not both; found "
+                f"{type(optimizer.torch).__name__} with {options}{kept} and {PROXIMAL_MU} {mu:g}"
             )
-        if self.momentum and optimizer.state():
-            raise MessageError(f"{needs} whose momentum begins at zero in each round, and this client keeps it")
-        self.alpha = self.lr * mu
         return {}
 
     def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:

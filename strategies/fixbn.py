@@ -136,13 +136,16 @@ class FixBN(Wrapper):
 
     def _check_refresh(self) -> None:
         """Raise SettingsError if the statistics do not pass through the server, or are not frozen."""
-        words = f"refresh is {self.refresh}, which moves frozen statistics towards those of the clients' batches"
-        if Role.STATISTICS not in self.freeze:
-            raise SettingsError(f"{words}, but freeze has only 'affine'; add 'statistics'")
-        if Role.STATISTICS in self.traits.local:
-            raise SettingsError(f"{words}, but with {self.chain[1]} statistics stay on the clients; leave one out")
-        if self.traits.min_batch:
-            raise SettingsError(f"{words}, but {self.base} exchanges those of a round's first step; leave one out")
+        reasons = {
+            "freeze has only 'affine'; add 'statistics'": Role.STATISTICS not in self.freeze,
+            f"with {self.chain[1]} statistics stay on the clients; leave one out": Role.STATISTICS in self.traits.local,
+            f"{self.base} exchanges those of a round's first step; leave one out": self.traits.min_batch,
+        }
+        for reason in [reason for reason, holds in reasons.items() if holds]:
+            raise SettingsError(
+                f"refresh is {self.refresh}, which moves frozen statistics towards those of the clients' batches, but "
+                f"{reason}"
+            )
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)

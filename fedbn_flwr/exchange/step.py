@@ -200,10 +200,9 @@ class Exchanges:
                 "no batch norm ran in the forward pass of this client's model, so there is nothing to exchange; use "
                 "FedAvg, or a model whose forward calls its batch norms"
             )
-        with replaced_forward(model, _called_by_loss):
-            losses = loss(outputs)
         # Otherwise autograd's only thread for a GPU would run the backward passes of all clients there.
-        with replaced_forward(model, _computed_again), torch.autograd.set_multithreading_enabled(False):
+        with replaced_forward(model, _called_outside), torch.autograd.set_multithreading_enabled(False):
+            losses = loss(outputs)
             losses.backward(torch.ones_like(losses))
         self.finish()
         return losses.detach()
@@ -278,17 +277,11 @@ class Exchanges:
         return step.exchange(Contribution(layer, kind, own, self.batch, values, step.examples, step.partition))
 
 
-def _called_by_loss(name: str, layer: _BatchNorm, y: Tensor) -> Tensor:
+def _called_outside(name: str, layer: _BatchNorm, y: Tensor) -> Tensor:
     raise MessageError(
-        f"FedTAN's step cannot train with a loss that itself calls a batch norm of the model ({layer}), because only "
-        "calls in the model's forward are exchanged; let forward return all that the loss needs"
-    )
-
-
-def _computed_again(name: str, layer: _BatchNorm, y: Tensor) -> Tensor:
-    raise MessageError(
-        "FedTAN's step cannot train a model whose backward pass computes batch norms again (activation checkpointing, "
-        "memory_efficient=True), because the agreed statistics would be lost; turn that off"
+        f"FedTAN's step exchanges calls of batch norm in the model's forward only, and {name!r} ({layer}) was called "
+        "after it: by the loss, which must get all that it needs from forward, or again in the backward pass; turn "
+        "activation checkpointing (memory_efficient=True) off"
     )
 
 
