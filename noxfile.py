@@ -55,8 +55,10 @@ def test(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """All strategies on Ray, Flower's runtime, failing sites, notebooks, packages, and more cases of faster tests."""
-    # Two processes more than cores: these tests wait for most of their time.
-    run(session, "pytest", "-n", "4", "-m", "slow and not nightly", "--durations=25", *session.posargs)
+    # Two processes more than cores: these tests wait for most of their time. The limit is above tests' own patience,
+    # so a program that hangs is shown with what it has printed.
+    options = ("-n", "4", "-m", "slow and not nightly", "--timeout=1800", "--durations=25")
+    run(session, "pytest", *options, *session.posargs)
 
 
 @nox.session

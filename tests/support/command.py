@@ -37,16 +37,12 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def fedbn(*words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    options: dict[str, Any] = {"cwd": cwd, "env": environment(**more), "stdin": subprocess.DEVNULL}
     command = [*PROGRAM, *map(str, words)]
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        stdin=subprocess.DEVNULL,
-    )
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, **options)
+    except subprocess.TimeoutExpired as hung:
+        raise AssertionError(f"{hung}\n{hung.stdout}\n{hung.stderr}") from hung
 
 
 @functools.cache

@@ -2,9 +2,10 @@
 
 PARENT is the parent's process id. CLOCKS is `real`, or `quick` for one of Flower's programs with shorter waits:
 Flower 1.41 polls every 3 s, notices a lost node after 60 s, and starts a Python process for each message, which
-imports torch. Here it polls ten times as often, notices after 24 s, and a SuperExec that has imported torch forks its
-apps. A busy disk must not fail a test either: the SuperLink's database is written without waiting for the disk, and
-locked for a minute, not 5 s, before a request fails.
+imports torch. Here it polls ten times as often, notices after 24 s, and a process that has imported torch forks the
+apps of a SuperExec. That process has no connection of its own: in a copy of one that has, gRPC can wait forever. A
+busy disk must not fail a test either: the SuperLink's database is written without waiting for the disk, and locked for
+a minute, not 5 s, before a request fails.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import json
 import os
 import runpy
 import signal
@@ -21,8 +23,9 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from types import SimpleNamespace
+from typing import TextIO
 
-POLL = 0.1  # seconds
+POLL = 0.3  # seconds
 CONSTANTS = {
     "flwr.common.constant": {
         "HEARTBEAT_DEFAULT_INTERVAL": 12,  # for the first of a process; a node is offline when two have passed
@@ -75,8 +78,8 @@ def run(name: str, arguments: Sequence[str]) -> None:
     main()
 
 
-def fork(command: Sequence[str], stdout: int | None = None, stderr: int | None = None) -> None:
-    """Run an app's program in a copy of this process, under its own name; stands for subprocess.Popen."""
+def fork(command: Sequence[str], stdout: int | None) -> None:
+    """Run an app's program in a copy of this process, under its own name."""
     parent = os.getpid()
     if os.fork():
         return
@@ -103,7 +106,21 @@ def fork(command: Sequence[str], stdout: int | None = None, stderr: int | None =
         os._exit(status)
 
 
+def forks() -> TextIO:
+    """Where a new process, a copy of this one, reads the apps that it starts: a line of JSON each."""
+    parent, (read, write) = os.getpid(), os.pipe()
+    if os.fork():
+        os.close(read)
+        return os.fdopen(write, "w", buffering=1)
+    end_with(parent)
+    os.close(write)
+    for line in os.fdopen(read):
+        fork(*json.loads(line))
+    os._exit(0)
+
+
 def preload() -> None:
+    """Import what apps need, and have a copy of this process start them; stands for subprocess.Popen."""
     gc.disable()
     for name in PRELOADED:
         importlib.import_module(name)
@@ -113,7 +130,12 @@ def preload() -> None:
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the apps
     executor = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
-    executor.subprocess = SimpleNamespace(Popen=fork, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
+    requests = forks()
+
+    def start(command: Sequence[str], stdout: int | None = None, stderr: int | None = None) -> None:
+        print(json.dumps([command, stdout]), file=requests)
+
+    executor.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":
