@@ -42,7 +42,7 @@ def fedbn(*words: str | Path, cwd: Path, **more: str) -> subprocess.CompletedPro
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, **options)
     except subprocess.TimeoutExpired as hung:
-        raise AssertionError(f"{hung}\n{hung.stdout}\n{hung.stderr}") from hung
+        raise AssertionError(f"{hung}\n{hung.stdout!r}\n{hung.stderr!r}") from hung
 
 
 @functools.cache
