@@ -1,6 +1,6 @@
 """The ClientApp: makes a node's client for the experiment in the run config."""
 
-from fedbn_flwr.commands.startup import loading
+from fedbn_flwr.commands.common import loading
 
 with loading():  # a SuperNode starts a process for each message
     from fedbn_flwr import client_app

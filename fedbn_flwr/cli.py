@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
-from .commands import explain, flwr, given, listing, new, partition, report, run, status
+from .commands import explain, flwr, given, listing, new, report, run, status
 from .errors import FedbnError, RunFailed, described, did_you_mean
 from .extensions import parts
 
-COMMANDS = (new, explain, run, given, status, report, partition, listing, flwr)  # as in the help
+COMMANDS = (new, explain, run, given, status, report, listing, flwr)  # as in the help
 
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)

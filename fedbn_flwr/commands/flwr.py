@@ -117,7 +117,8 @@ def flwr(arguments: argparse.Namespace) -> int:
                 run_app(app, run_config, federation or {"client-resources-num-cpus": 1})
         except RunFailed as error:
             # Flower gives an error of its own instead of the server's if its nodes failed meanwhile.
-            errors = {folder.path.name: folder.error_since(began) for folder in folders}
+            ended = ((folder.path.name, folder.readable_summary()) for folder in folders)
+            errors = {name: summary.error for name, summary in ended if summary and summary.began >= began}
             lost = [f"{name}: {why}" for name, why in errors.items() if why and why not in str(error)]
             raise RunFailed("\n".join([str(error), *lost])) from None
     return 0

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedbn_flwr.commands.startup import loading
-
-from .common import Commands, add_command, add_engine, add_experiment, overrides_of
+from .common import Commands, add_command, add_engine, add_experiment, loading, overrides_of
 
 
 def add(commands: Commands) -> None:

@@ -6,10 +6,9 @@ import argparse
 import shlex
 from pathlib import Path
 
-from fedbn_flwr.commands.startup import loading
 from fedbn_flwr.errors import SettingsError
 
-from .common import Commands, add_command
+from .common import Commands, add_command, loading
 
 
 def add(commands: Commands) -> None:

@@ -6,9 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fedbn_flwr.commands.startup import loading
-
-from .common import Commands, add_command, add_engine, add_experiment, continued_by, overrides_of
+from .common import Commands, add_command, add_engine, add_experiment, continued_by, loading, overrides_of
 
 
 def add(commands: Commands) -> None:

@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from fedbn_flwr.commands.common import Commands, add_command
-from fedbn_flwr.commands.startup import loading
+from fedbn_flwr.commands.common import Commands, add_command, loading
 
 from .model import RUN
 

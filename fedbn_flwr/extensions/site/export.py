@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedbn_flwr.commands.common import Commands, add_command
-from fedbn_flwr.commands.startup import loading
+from fedbn_flwr.commands.common import Commands, add_command, loading
 
 from .model import RUN, add_run, model_of
 

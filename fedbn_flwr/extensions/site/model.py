@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedbn_flwr.commands.common import Commands, add_command
-from fedbn_flwr.commands.startup import loading
+from fedbn_flwr.commands.common import Commands, add_command, loading
 
 if TYPE_CHECKING:
     from torch import nn
