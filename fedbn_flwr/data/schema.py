@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import (
@@ -15,6 +15,8 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+
+from fedbn_flwr.errors import SettingsError
 
 
 def expects(words: str) -> WrapValidator:
@@ -34,6 +36,16 @@ def setting(default: Any, meaning: str, **limits: Any) -> Any:
     return Field(default=default, description=meaning, **limits)
 
 
+Problem = tuple[object, str]  # whether it is so, and what is wrong then
+
+
+def refuse(problems: Iterable[Problem], error: type[ValueError] = SettingsError) -> None:
+    """Raise an error for the first problem that is so."""
+    for is_so, problem in problems:
+        if is_so:
+            raise error(problem)
+
+
 class Section(BaseModel):
     # Strict: the text "3" is not the number 3. Frozen: settings are keys of caches.
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -41,14 +53,13 @@ class Section(BaseModel):
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
 
-    def problems(self) -> Iterator[str]:
-        """What is wrong with the values together; the first problem is reported."""
+    def problems(self) -> Iterator[Problem]:
+        """What may be wrong with the values together; the first one that is so is reported."""
         return iter(())
 
     @model_validator(mode="after")
     def _has_no_problem(self) -> Self:
-        for problem in self.problems():
-            raise ValueError(problem)
+        refuse(self.problems(), ValueError)
         return self
 
 

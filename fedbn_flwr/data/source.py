@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag, model_validator
 
-from fedbn_flwr.data.schema import Positive, Section, Several, expects, setting
+from fedbn_flwr.data.schema import Positive, Problem, Section, Several, expects, setting
 from fedbn_flwr.named import is_name
 from fedbn_flwr.trees import Tree
 
@@ -48,12 +48,11 @@ class HeldOut(Section):
         le=1_000,
     )
 
-    def problems(self) -> Iterator[str]:
-        if (self.share is None) == (self.folds is None):
-            yield "expected either share, such as 0.2, or folds, such as 5"
+    def problems(self) -> Iterator[Problem]:
+        yield (self.share is None) == (self.folds is None), "expected either share, such as 0.2, or folds, such as 5"
         for key in ("by", "split", "folds") if self.time is not None else ():
-            if (value := getattr(self, key)) is not None:
-                yield f"time is {self.time!r}, which holds out the last share; leave {key}={value!r} out"
+            value = getattr(self, key)
+            yield value is not None, f"time is {self.time!r}, which holds out the last share; leave {key}={value!r} out"
 
     @property
     def is_drawn_per_seed(self) -> bool:
@@ -213,18 +212,19 @@ class Source(Section):
             object.__setattr__(self, "classes", len(self.class_names))  # not among the keys that are set
         return self
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         names = self.class_names
-        if len({*names}) < len(names):
-            yield f"class_names is {list(names)}; expected different texts"
-        if names and self.classes not in (None, len(names)):
-            yield f"classes is {self.classes}, but class_names has {len(names)}; leave classes out"
+        yield len({*names}) < len(names), f"class_names is {list(names)}; expected different texts"
+        yield (
+            names and self.classes not in (None, len(names)),
+            f"classes is {self.classes}, but class_names has {len(names)}; leave classes out",
+        )
         for key, does in (("time", "orders the rows of a series"), ("window", "cuts series")):
-            if (value := getattr(self, key)) is not None and self.series is None:
-                yield f"{key} is {value!r}, which {does}; give data.series, the column of their ids"
-        if self.options and not is_name(self.name):
-            option = next(iter(self.options))
-            yield f"options.{option} is an argument of a data set module:callable, but name is {self.name!r}"
+            value = getattr(self, key)
+            said = f"{key} is {value!r}, which {does}; give data.series, the column of their ids"
+            yield value is not None and self.series is None, said
+        for option in self.options if not is_name(self.name) else ():
+            yield True, f"options.{option} is an argument of a data set module:callable, but name is {self.name!r}"
 
     @property
     def pixels(self) -> Size | None:

@@ -23,8 +23,8 @@ from fedbn_flwr.trees import Tree
 from fedbn_flwr.yaml_text import check_values
 
 from .data import forget_data
-from .file.content import check_mapping, follow_extends, read_content
-from .file.layers import changes_of, read_experiment
+from .file.content import check_mapping, follow_extends, nested, read_content
+from .file.layers import read_experiment
 from .node import free_models
 from .run.judge import Judged
 from .run.launch import carry_out, check_failures, is_begun, run_folders
@@ -197,7 +197,7 @@ def _planned(source: Source, only: str | Sequence[str] | None, changes: Tree) ->
         content = {**content, "runs": plain.pop("runs")}
     if only is not None:
         plain["only"] = _plain("only", only)
-    return read_experiment(content, changes_of(plain.items()), name=name)
+    return read_experiment(content, nested(plain.items()), name=name)
 
 
 def _plain(key: str, value: object) -> object:

@@ -19,12 +19,15 @@ from fedbn_flwr.client.training import ONE_VALUE
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.data.partitions import hold_out
+from fedbn_flwr.data.schema import Problem, refuse
 from fedbn_flwr.errors import SettingsError, did_you_mean, few, locate_errors
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
+from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.roles import norm_layers
+from fedbn_flwr.results.folder.reader import RunReader
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.strategies import Rule, as_rule, broken_guarantees
 from fedbn_flwr.tasks import Task
@@ -101,30 +104,66 @@ def make_rule(run: Settings) -> Rule:
         client_learning_rate=run.train.lr,  # of QFedAvg
     )
     rule = as_rule(strategy)
-    name, options, traits, hides = (
-        strategy_name(run.strategy),
-        run.evaluate,
-        rule.traits,
-        broken_guarantees(rule).get("inside"),
-    )
-    if options.clients is False and not traits.has_global_model:
-        raise SettingsError(
-            f"evaluate.clients is false, but {name} trains no global model, and only clients can be evaluated; leave "
-            "evaluate.clients out"
-        )
-    if options.unseen.clients and not traits.has_global_model:
-        raise SettingsError(
-            f"evaluate.unseen.clients is {list(options.unseen.clients)}, but {name} trains no global model, so it has "
-            "none for a newcomer; leave it out"
-        )
-    if options.dynamics and hides is not None:
-        raise SettingsError(
-            f"evaluate.dynamics is true and reads the statistics of single clients, but {name} {hides}; leave "
-            "evaluate.dynamics out"
-        )
-    if not options.server and run.data.normalise == "moments":
+    _check_strategy(run, rule)
+    if not run.evaluate.server and run.data.normalise == "moments":
         check_moments(run, rule)
     return rule
+
+
+def _check_strategy(run: Settings, rule: Rule) -> None:
+    """Raise an error for settings that contradict what the strategy computes, or assumes of its clients' training."""
+    train, options, traits, hides = run.train, run.evaluate, rule.traits, broken_guarantees(rule).get("inside")
+    optimizer, is_personal = name_in(train.optimizer), not traits.has_global_model
+    by_sgd, clip, least = optimizer.lower() == "sgd", train.clip, traits.min_batch
+    of_optimizer = f"train.optimizer is {optimizer!r}"
+    contradictions: Sequence[tuple[object, str, str]] = (
+        (
+            is_personal and options.clients is False,
+            "evaluate.clients is false",
+            "trains no global model, and only clients can be evaluated; leave evaluate.clients out",
+        ),
+        (
+            is_personal and options.unseen.clients,
+            f"evaluate.unseen.clients is {list(options.unseen.clients)}",
+            "trains no global model, so it has none for a newcomer; leave it out",
+        ),
+        (
+            options.dynamics and hides is not None,
+            "evaluate.dynamics is true and reads the statistics of single clients",
+            f"{hides}; leave evaluate.dynamics out",
+        ),
+        (
+            "linear" in traits.steps and not by_sgd,
+            of_optimizer,
+            "needs sgd: the mean of its clients' first steps is the step on the union of their batches, which holds "
+            "only for a step that is linear in the gradient",
+        ),
+        (
+            "linear" in traits.steps and clip is not None,
+            f"train.clip is {clip}",
+            "needs whole gradients: in its first step each client has a part of the gradient of all, and clipping the "
+            "parts changes their mean; leave train.clip out",
+        ),
+        (
+            "sgd" in traits.steps and (not by_sgd or train.keep_momentum),
+            "train.keep_momentum is true" if by_sgd else of_optimizer,
+            "divides changes by numbers of steps that are known for sgd whose momentum begins at zero in each round; "
+            "expected train.optimizer sgd without train.keep_momentum",
+        ),
+        (
+            train.batch_size < least,
+            f"train.batch_size is {train.batch_size}",
+            f"doesn't exchange the statistics of batches of fewer than {least} examples, which would reveal the "
+            f"examples; use a larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}",
+        ),
+        (
+            "momentum" in traits.steps and not (by_sgd and train.momentum > 0),
+            f"train.momentum is {train.momentum}" if by_sgd else of_optimizer,
+            "averages the momentum of SGD; expected train.optimizer sgd and a train.momentum above zero",
+        ),
+    )
+    name = strategy_name(run.strategy)
+    refuse((is_so, f"{found}, but strategy {name} {why}") for is_so, found, why in contradictions)
 
 
 def check_moments(run: Settings, rule: Rule) -> None:
@@ -134,12 +173,9 @@ def check_moments(run: Settings, rule: Rule) -> None:
     instead = (
         "for images use unit or official; for other data own with partition: {kind: natural}; data.missing may be drop"
     )
-    if hides is not None:
-        raise SettingsError(f"{asks} but {name} {hides}; {instead}")
-    if rule.base.bounds is not None:
-        raise SettingsError(
-            f"{asks} but strategy.bounds limits the influence of one client, and sums have no limit; {instead}"
-        )
+    limits = "strategy.bounds limits the influence of one client, and sums have no limit"
+    why = limits if hides is None else f"{name} {hides}"
+    refuse([(hides is not None or rule.base.bounds is not None, f"{asks} but {why}; {instead}")])
 
 
 def _check_demands(spec: Tree, clients: int) -> None:
@@ -199,11 +235,36 @@ def check_partition(parts: Parts) -> None:
         )
 
 
+def check_rounds(parts: Parts, folder: RunReader) -> None:
+    """Raise SettingsError if the rounds in the folder would have been others in a run of as many rounds as this one."""
+    run, was, where = parts.run, folder.config().get("rounds", parts.run.rounds), str(folder.path)
+    done = 0 if (summary := folder.readable_summary()) is None else summary.rounds
+    if run.rounds < done:
+        raise SettingsError(f"{where!r} cannot end after round {run.rounds}: it has {done} rounds")
+    if was == run.rounds or not done:
+        return
+    before, found = run.model_copy(update={"rounds": was}), list[str]()
+    if any(learning_rate(before, number) != learning_rate(run, number) for number in range(1, done + 1)):
+        found.append(f"train.schedule ({run.train.schedule.kind})")
+    arrays, states = pack(initial_arrays(parts.model)), list[list[bytes]]()
+    for rounds in (was, run.rounds):
+        parts.rule.begin(rounds, arrays)
+        states.append([dump([vars(link.memory)]) for link in parts.rule.chain])
+    for link, *two in zip(parts.rule.chain, *states, strict=True):
+        if two[0] != two[1]:
+            found.append(f"strategy.{getattr(link, 'argument', 'name')} of {link}")
+    if found:
+        raise SettingsError(
+            f"{where!r} cannot be resumed with {run.rounds} rounds instead of {was}: {' and '.join(found)} "
+            f"depends on the number of rounds, so that the {done} rounds there would have been others; where it is a "
+            "fraction give it as a round, or start a new run with another --out"
+        )
+
+
 def check_training(parts: Parts) -> None:
     """Raise an error for settings with which training cannot begin, or differs from what the strategy assumes."""
     run, shape = parts.run, parts.shape
     train = run.train
-    _check_strategy(run, parts.rule)
     for server_round in (1, run.rounds) if run.rounds else ():
         learning_rate(run, server_round)
     if train.optimizer != "sgd":
@@ -231,40 +292,6 @@ def check_training(parts: Parts) -> None:
                 f"evaluate.metrics: a metric of {', '.join(map(name_of, parts.metrics))} failed for outputs "
                 f"{list(outputs.shape)} and targets {list(targets.shape)}: {type(error).__name__}: {error}"
             ) from error
-
-
-def _check_strategy(run: Settings, rule: Rule) -> None:
-    train, name = run.train, strategy_name(run.strategy)
-    optimizer = name_in(train.optimizer)
-    by_sgd, traits = optimizer.lower() == "sgd", rule.traits
-    if "linear" in traits.steps and not by_sgd:
-        raise SettingsError(
-            f"train.optimizer is {optimizer!r}, but strategy {name} needs sgd: the mean of its clients' first steps is "
-            "the step on the union of their batches, which holds only for a step that is linear in the gradient"
-        )
-    if "linear" in traits.steps and train.clip is not None:
-        raise SettingsError(
-            f"train.clip is {train.clip}, but in the first step of strategy {name} each client has a part of the "
-            "gradient of all, and clipping the parts changes their mean; leave train.clip out"
-        )
-    if "sgd" in traits.steps and (not by_sgd or train.keep_momentum):
-        found = "train.keep_momentum is true" if by_sgd else f"train.optimizer is {optimizer!r}"
-        raise SettingsError(
-            f"{found}, but strategy {name} divides changes by numbers of steps that are known for sgd whose momentum "
-            "begins at zero in each round; expected train.optimizer sgd without train.keep_momentum"
-        )
-    if train.batch_size < traits.min_batch:
-        raise SettingsError(
-            f"train.batch_size is {train.batch_size}, but with strategy {name} clients don't exchange the "
-            f"statistics of batches of fewer than {traits.min_batch} examples, which would reveal the examples; use "
-            f"a larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}"
-        )
-    if "momentum" in traits.steps and not (by_sgd and train.momentum > 0):
-        found = f"train.momentum is {train.momentum}" if by_sgd else f"train.optimizer is {optimizer!r}"
-        raise SettingsError(
-            f"{found}, but strategy {name} averages the momentum of SGD; expected train.optimizer sgd and a "
-            "train.momentum above zero"
-        )
 
 
 def _check_names(task: Task, metrics: Sequence[Metric], notes: Collection[str]) -> None:
@@ -383,23 +410,29 @@ def check_loss(run: Settings, shape: DataSet | Shape) -> None:
     train, task, weights = run.train, shape.task, run.train.class_weights
     found = f"{run.data.name!r} has {task.targets} ({task.name})"
     name = name_in(train.loss) if train.loss is not None else task.losses[0] if task.losses else "missing"
-    if task.name == "binary" and shape.classes != 2:
-        raise SettingsError(
+    suited = f"{' or '.join(task.losses)}, or " if task.losses else ""
+    problems: Sequence[Problem] = (
+        (
+            task.name == "binary" and shape.classes != 2,
             f"data.task is 'binary', but {run.data.name!r} has {shape.classes} classes; expected two, or task: "
-            "classification"
-        )
-    if name not in task.losses and not has_own_loss(run):
-        suited = f"{' or '.join(task.losses)}, or " if task.losses else ""
-        raise SettingsError(f"train.loss is {name}, but {found}; expected {suited}module:callable, a loss of your own")
-    for key in ("label_smoothing", "class_weights"):
-        if (value := getattr(train, key)) and key not in task.options:
-            raise SettingsError(f"train.{key} is {value}, but {found}; leave it out")
-    if weights == "balanced" and shape.dense:
-        raise SettingsError(
+            "classification",
+        ),
+        (
+            name not in task.losses and not has_own_loss(run),
+            f"train.loss is {name}, but {found}; expected {suited}module:callable, a loss of your own",
+        ),
+        *(
+            (value and key not in task.options, f"train.{key} is {value}, but {found}; leave it out")
+            for key, value in (("label_smoothing", train.label_smoothing), ("class_weights", weights))
+        ),
+        (
+            weights == "balanced" and shape.dense,
             "train.class_weights is 'balanced', but segmentation data have masks of labels, which are not counted "
-            "before training; give a list of weights"
-        )
-    if isinstance(weights, tuple) and len(weights) != shape.classes:
-        raise SettingsError(
-            f"train.class_weights has {len(weights)} weights, but the data have {shape.classes} classes"
-        )
+            "before training; give a list of weights",
+        ),
+        (
+            isinstance(weights, tuple) and len(weights) != shape.classes,
+            f"train.class_weights has {len(weights or ())} weights, but the data have {shape.classes} classes",
+        ),
+    )
+    refuse(problems)

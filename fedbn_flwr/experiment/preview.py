@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from rich.filesize import decimal
 from torch import Tensor
@@ -21,44 +20,42 @@ from .file.layers import Setting, settings_of
 from .listeners.evaluate import Evaluate
 from .parts import Parts, counts_of
 from .prepare import prepare
-from .run.at_once import best_at_once, why_one
+from .run.side_by_side import best_at_once, why_one
 from .settings import Experiment, Settings
 
 
-@dataclass(frozen=True)
-class RoleSize:
-    """The size of the arrays of one role in a model, or of those of it that stay on the clients."""
-
-    arrays: int
-    values: int
-    bytes: int
-
-
-@dataclass(frozen=True)
 class ExplainedRun:
-    label: str
-    settings: tuple[Setting, ...]
-    model: dict[str, RoleSize]  # by role; "own" before the role: those that stay, if others of the role do not
-    down: tuple[str, ...]  # what a client receives in a round of training: roles of arrays, and other records
-    up: tuple[str, ...]
-    columns: Mapping[str, str]  # the use of each column; empty without the data
-    tests: tuple[str, int | None]  # on which examples clients evaluate, and how many these are in all, if it is known
-    together: str  # how many clients train at once, or why only one does; empty unless `engine.together` is set
+    """A prepared run: its settings, its model by role, and what its clients receive, send and evaluate."""
+
+    def __init__(self, experiment: Experiment, prepared: Parts) -> None:
+        traits, tensors, role_of = prepared.rule.traits, prepared.model.state_dict(), roles(prepared.model)
+        stays, kept = traits.local_keys(tensors), set[str]()
+        shared = {role for key, role in role_of.items() if key not in stays}
+        self.label, self.settings = prepared.run.label, settings_of(experiment, prepared.run)
+        self.model: dict[str, list[Tensor]] = {}  # without values; "own ROLE": what stays if others of the role do not
+        for key, role in role_of.items():
+            name = f"own {role}" if key in stays and role in shared else str(role)
+            self.model.setdefault(name, []).append(tensors[key].to("meta"))
+            kept |= {name} if key in stays else set()
+        unsent = {Role.COUNTER, *(() if traits.sent_back else kept)}
+        # What a client receives and sends in a round of training: roles of arrays, and other records.
+        self.down = (*(role for role in self.model if role not in {Role.COUNTER, *kept}), *traits.also_sent)
+        self.up = (*(role for role in self.model if role not in unsent), *traits.also_sent)
+        self.columns = prepared.dataset.columns if prepared.dataset else {}  # the use of each; empty without the data
+        self.tests, self.together = _tests_of(prepared), _together(prepared)
+
+    def bytes_of(self, sent: Iterable[str]) -> int:
+        """As the arrays of these roles travel."""
+        tensors = (tensor for role in sent for tensor in self.model.get(role, ()))
+        return sum(tensor.numel() * sent_dtype(tensor.dtype).itemsize for tensor in tensors)
 
 
 def explain(experiment: Experiment) -> list[ExplainedRun]:
     """Prepare all runs as `fedbn run` does, and explain each label once, not for every seed."""
     found: dict[str, ExplainedRun] = {}
     for prepared in prepare(experiment):
-        label, traits = prepared.run.label, prepared.rule.traits
-        if label not in found:
-            model, kept = _by_role(prepared)
-            down = (*(role for role in model if role not in {Role.COUNTER, *kept}), *traits.also_sent)
-            unsent = {Role.COUNTER, *(() if traits.sent_back else kept)}
-            up = (*(role for role in model if role not in unsent), *traits.also_sent)
-            columns = prepared.dataset.columns if prepared.dataset else {}
-            settings, tests = tuple(settings_of(experiment, prepared.run)), _tests_of(prepared)
-            found[label] = ExplainedRun(label, settings, model, down, up, columns, tests, _together(prepared))
+        if prepared.run.label not in found:
+            found[prepared.run.label] = ExplainedRun(experiment, prepared)
             prepared.release()
     return list(found.values())
 
@@ -74,26 +71,8 @@ def count_partitions(experiment: Experiment) -> list[PartitionCounts]:
     ]
 
 
-def _by_role(prepared: Parts) -> tuple[dict[str, RoleSize], set[str]]:
-    """The model by role, and the names of the roles that stay on the clients."""
-    tensors, by_role, role_of = prepared.model.state_dict(), dict[str, list[Tensor]](), roles(prepared.model)
-    stays = prepared.rule.traits.local_keys(tensors)
-    shared = {role for key, role in role_of.items() if key not in stays}
-    names = {key: f"own {role}" if key in stays and role in shared else str(role) for key, role in role_of.items()}
-    for key, name in names.items():
-        by_role.setdefault(name, []).append(tensors[key])
-    sizes = {
-        role: RoleSize(
-            len(found),
-            sum(tensor.numel() for tensor in found),
-            sum(tensor.numel() * sent_dtype(tensor.dtype).itemsize for tensor in found),
-        )
-        for role, found in by_role.items()
-    }
-    return sizes, {names[key] for key in stays}
-
-
 def _tests_of(prepared: Parts) -> tuple[str, int | None]:
+    """On which examples clients evaluate, and how many these are in all, if it is known."""
     asked, run, dataset = Evaluate(prepared), prepared.run, prepared.dataset
     if not asked.asks_clients:
         return "none", 0
@@ -104,6 +83,7 @@ def _tests_of(prepared: Parts) -> tuple[str, int | None]:
 
 
 def _together(prepared: Parts) -> str:
+    """How many clients train at once, or why only one does; empty unless `engine.together` is set."""
     if prepared.run.engine.together == 1:
         return ""
     if (problem := why_one(prepared)) is not None:
@@ -150,7 +130,10 @@ def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:
 
 def _model(run: ExplainedRun) -> list[tuple[str, ...]]:
     values = {setting.key: setting.value for setting in run.settings}
-    rows = [(role, str(size.arrays), f"{size.values:,}", decimal(size.bytes)) for role, size in run.model.items()]
+    rows = [
+        (role, str(len(found)), f"{sum(each.numel() for each in found):,}", decimal(run.bytes_of([role])))
+        for role, found in run.model.items()
+    ]
     title = f"model {values['model.name']}, {values['model.norm']}"
     return [(title, "arrays", "values", "size"), *rows]
 
@@ -159,8 +142,7 @@ def _traffic(run: ExplainedRun) -> list[tuple[str, ...]]:
     """What a client receives and sends in a round, by role of the arrays."""
     rows: list[tuple[str, ...]] = [(f"run {run.label}, a round", "size", "arrays")]
     for title, sent in (("a client receives", run.down), ("a client sends", run.up)):
-        size = sum(each.bytes for role, each in run.model.items() if role in sent)
-        rows.append((title, decimal(size), ", ".join(sent) or "none"))
+        rows.append((title, decimal(run.bytes_of(sent)), ", ".join(sent) or "none"))
     return rows
 
 

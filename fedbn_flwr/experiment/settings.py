@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails
 
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
-from fedbn_flwr.data.schema import Positive, Section, Several, expects, setting
+from fedbn_flwr.data.schema import Positive, Problem, Section, Several, expects, setting
 from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import SettingsError, did_you_mean, few
 from fedbn_flwr.models import build as models
@@ -153,19 +153,19 @@ class Data(Source):
                 object.__setattr__(self, key, value)  # pydantic doesn't count it as set
         return self
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         yield from super().problems()
         official = [name for name, entry in CATALOGUE.items() if entry.moments is not None]
-        if self.normalise == "official" and self.name not in official:
-            yield (
-                f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments "
-                f"or unit (official values are known for {', '.join(official)})"
-            )
-        if self.normalise == "own" and self.partition.kind != "natural":
-            yield (
-                "normalise is 'own', which is for the sites of partition natural, but partition.kind is "
-                f"{self.partition.kind!r}; use moments"
-            )
+        yield (
+            self.normalise == "official" and self.name not in official,
+            f"normalise is 'official', but {self.name!r} has no official mean and standard deviation; use moments "
+            f"or unit (official values are known for {', '.join(official)})",
+        )
+        yield (
+            self.normalise == "own" and self.partition.kind != "natural",
+            "normalise is 'own', which is for the sites of partition natural, but partition.kind is "
+            f"{self.partition.kind!r}; use moments",
+        )
 
 
 class Renorm(Section):
@@ -177,10 +177,10 @@ class Renorm(Section):
     r_steps: int = Field(default=40_000, ge=0)
     d_steps: int = Field(default=25_000, ge=0)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         for name, steps in (("r_steps", self.r_steps), ("d_steps", self.d_steps)):
-            if steps < self.warmup:
-                yield f"{name} ({steps}) is less than warmup ({self.warmup}), when bounds begin to widen"
+            said = f"{name} ({steps}) is less than warmup ({self.warmup}), when bounds begin to widen"
+            yield steps < self.warmup, said
 
 
 class Model(Section):
@@ -239,20 +239,19 @@ class Schedule(Section):
         le=1,
     )
 
-    def problems(self) -> Iterator[str]:
-        kind = self.kind
-        if kind not in (kinds := ("constant", "step", "cosine")) and ":" not in kind:
-            yield f"kind is {kind!r}; {did_you_mean(kind, kinds)}, or module:function"
-        if self.gamma is not None and kind in ("constant", "cosine"):
-            yield f"gamma ({self.gamma}) is for kind step, but kind is {kind!r}"
-        if self.milestones != MILESTONES and kind in ("constant", "cosine"):
-            yield f"milestones ({list(self.milestones)}) are for kind step, but kind is {kind!r}"
+    def problems(self) -> Iterator[Problem]:
+        kind, kinds, has_steps = self.kind, ("constant", "step", "cosine"), self.kind not in ("constant", "cosine")
+        hint = did_you_mean(kind, kinds)
+        yield kind not in kinds and ":" not in kind, f"kind is {kind!r}; {hint}, or module:function"
+        of_step = f"for kind step, but kind is {kind!r}"
+        yield not has_steps and self.gamma is not None, f"gamma ({self.gamma}) is {of_step}"
+        yield not has_steps and self.milestones != MILESTONES, f"milestones ({list(self.milestones)}) are {of_step}"
         for milestone in self.milestones:
-            if milestone <= 0 or (milestone > 1 and milestone % 1):
-                yield (
-                    f"milestones has {milestone:g}; expected a fraction of the rounds, above 0 and below 1, or a round "
-                    "(1, 2, ...)"
-                )
+            yield (
+                milestone <= 0 or (milestone > 1 and milestone % 1),
+                f"milestones has {milestone:g}; expected a fraction of the rounds, above 0 and below 1, or a round "
+                "(1, 2, ...)",
+            )
 
 
 class ClientTrain(Section):
@@ -265,9 +264,13 @@ class ClientTrain(Section):
     lr_factor: float | None = setting(None, "a factor of the learning rate", gt=0, le=1_000)
     device: Literal["auto", "cpu", "cuda"] | None = setting(None, "`cpu`, `cuda` or `auto`")
 
-    def problems(self) -> Iterator[str]:
-        if self.epochs is not None and self.steps is not None:
-            yield f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one"
+    def problems(self) -> Iterator[Problem]:
+        yield _both_are_given(self)
+
+
+def _both_are_given(own: ClientTrain | Train) -> Problem:
+    said = f"epochs ({own.epochs}) and steps ({own.steps}) exclude each other; give one"
+    return own.epochs is not None and own.steps is not None, said
 
 
 class Train(Section):
@@ -332,25 +335,31 @@ class Train(Section):
         "changes the last bits of results; on a GPU, record it as a CUDA graph, with the same results",
     )
 
-    def problems(self) -> Iterator[str]:
-        loss = name_in(self.loss or "")
-        if self.epochs is not None and self.steps is not None:
-            yield f"epochs ({self.epochs}) and steps ({self.steps}) exclude each other; give one"
-        if self.class_weights is not None and not any(self.class_weights):
-            yield "class_weights are all 0; expected a weight above 0 for some class"
-        if self.keep_momentum and not self.momentum and name_in(self.optimizer).lower() == "sgd":
-            yield "keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9"
-        if self.loss is not None and not is_name(loss):
-            if loss not in LOSSES:
-                yield f"loss is {loss!r}; {did_you_mean(loss, LOSSES)}, or module:function for your own"
-            elif unknown := options_in(self.loss).keys() - {*LOSSES[loss]}:
-                yield (
-                    f"loss {loss} has no option {', '.join(sorted(unknown))}; train.label_smoothing and "
-                    "train.class_weights are keys of their own"
-                )
+    def problems(self) -> Iterator[Problem]:
+        loss, weights = name_in(self.loss or ""), self.class_weights
+        without_effect, by_sgd = self.keep_momentum and not self.momentum, name_in(self.optimizer).lower() == "sgd"
+        unknown = options_in(self.loss).keys() - {*LOSSES.get(loss, ())} if not is_name(loss) else ()
+        yield _both_are_given(self)
+        yield (
+            weights is not None and not any(weights),
+            "class_weights are all 0; expected a weight above 0 for some class",
+        )
+        yield (
+            without_effect and by_sgd,
+            "keep_momentum has no effect while momentum is 0; set momentum, for instance to 0.9",
+        )
+        yield (
+            loss not in ("", *LOSSES) and not is_name(loss),
+            f"loss is {loss!r}; {did_you_mean(loss, LOSSES)}, or module:function for your own",
+        )
+        yield (
+            unknown,
+            f"loss {loss} has no option {', '.join(sorted(unknown))}; train.label_smoothing and train.class_weights "
+            "are keys of their own",
+        )
         for option in ("label_smoothing", "class_weights") if loss not in ("", "cross_entropy", "bce") else ():
-            if value := getattr(self, option):
-                yield f"{option} ({value}) is an option of cross_entropy and bce, but loss is {loss!r}"
+            value = getattr(self, option)
+            yield value, f"{option} ({value}) is an option of cross_entropy and bce, but loss is {loss!r}"
 
 
 class Unseen(Section):
@@ -367,9 +376,8 @@ class Unseen(Section):
         "statistics of the newcomer's own training inputs; `own`, as the strategy gives it to a new client",
     )
 
-    def problems(self) -> Iterator[str]:
-        if len({*self.clients}) < len(self.clients):
-            yield f"clients is {list(self.clients)}; list each client once"
+    def problems(self) -> Iterator[Problem]:
+        yield len({*self.clients}) < len(self.clients), f"clients is {list(self.clients)}; list each client once"
 
 
 class Evaluate(Section):
@@ -435,18 +443,24 @@ class Evaluate(Section):
     )
     min_difference: float = setting(0.0, "how much better a result must be to count for `patience`", ge=0)
 
-    def problems(self) -> Iterator[str]:
-        if self.min_difference and self.patience is None:
-            yield f"min_difference ({self.min_difference:g}) is for patience; give a number of rounds"
+    def problems(self) -> Iterator[Problem]:
+        never = self.clients is False
+        yield (
+            self.min_difference and self.patience is None,
+            f"min_difference ({self.min_difference:g}) is for patience; give a number of rounds",
+        )
         for name in self.metrics:
-            if name not in METRICS and ":" not in name:
-                yield f"metrics has {name!r}; {did_you_mean(name, METRICS)}, or module:function"
-        if not self.server and self.clients is False:
-            yield "server and clients are both false; one of them must evaluate"
-        if self.domains and self.clients is False:
-            yield "domains is true, which is for clients that evaluate, but clients is false; leave one out"
-        if not self.server and self.statistics == "reestimated":
-            yield "statistics is 'reestimated', which needs the server's test examples, but server is false"
+            hint = did_you_mean(name, METRICS)
+            yield name not in METRICS and ":" not in name, f"metrics has {name!r}; {hint}, or module:function"
+        yield never and not self.server, "server and clients are both false; one of them must evaluate"
+        yield (
+            never and self.domains,
+            "domains is true, which is for clients that evaluate, but clients is false; leave one out",
+        )
+        yield (
+            not self.server and self.statistics == "reestimated",
+            "statistics is 'reestimated', which needs the server's test examples, but server is false",
+        )
 
 
 class Engine(Section):
@@ -501,22 +515,29 @@ class Engine(Section):
         None, "rounds between checkpoints, see [Resuming](run-folder.md#resuming)"
     )
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         is_ray, workers, gpus = self.name == "ray", self.workers, self.gpus_per_client
-        if is_ray and workers == 0:
-            yield "workers is 0, but on Ray clients run in actors; give a number of them, or 'auto'"
-        if not is_ray and self.threads > 1 and workers not in (0, "auto"):
-            yield f"threads={self.threads} needs workers=0, found {workers}: a worker has one thread"
-        if self.together not in (1, "auto") and (is_ray or workers not in (0, "auto")):
-            found = "name is 'ray'" if is_ray else f"workers is {workers}"
-            yield f"together={self.together} trains clients in one process, but {found}; leave one of them out"
+        here, found = workers in (0, "auto"), "name is 'ray'" if is_ray else f"workers is {workers}"
+        yield (
+            is_ray and workers == 0,
+            "workers is 0, but on Ray clients run in actors; give a number of them, or 'auto'",
+        )
+        yield (
+            not is_ray and self.threads > 1 and not here,
+            f"threads={self.threads} needs workers=0, found {workers}: a worker has one thread",
+        )
+        yield (
+            self.together not in (1, "auto") and (is_ray or not here),
+            f"together={self.together} trains clients in one process, but {found}; leave one of them out",
+        )
         for key in ("address", "cpus_per_client", "gpus_per_client") if not is_ray else ():
-            if (value := getattr(self, key)) is not None:
-                yield f"{key} is {value!r}, which is for name ray, but name is {self.name!r}"
-        if self.device == "cuda" and gpus == 0:
-            yield "device is 'cuda', but gpus_per_client is 0; give a number, such as 1 or 0.25, or 'cpu'"
-        if self.device == "cpu" and gpus:
-            yield f"device is 'cpu', but gpus_per_client is {gpus}; leave it out"
+            value = getattr(self, key)
+            yield value is not None, f"{key} is {value!r}, which is for name ray, but name is {self.name!r}"
+        yield (
+            self.device == "cuda" and gpus == 0,
+            "device is 'cuda', but gpus_per_client is 0; give a number, such as 1 or 0.25, or 'cpu'",
+        )
+        yield self.device == "cpu" and gpus, f"device is 'cpu', but gpus_per_client is {gpus}; leave it out"
 
 
 PAPER = "paper"  # the size of an experiment as its file has it
@@ -581,30 +602,36 @@ class Settings(Section):
         """How many clients may train: all but those that are held out as newcomers."""
         return self.clients - len(self.evaluate.unseen.clients)
 
-    def problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[Problem]:
         unseen = self.evaluate.unseen.clients
-        if unseen and (max(unseen) >= self.clients or not self.training_clients):
-            yield (
-                f"evaluate.unseen.clients is {list(unseen)}, but clients is {self.clients}; expected some of the "
-                f"numbers 0 to {self.clients - 1}, so that others train"
-            )
+        yield (
+            unseen and (max(unseen) >= self.clients or not self.training_clients),
+            f"evaluate.unseen.clients is {list(unseen)}, but clients is {self.clients}; expected some of the numbers 0 "
+            f"to {self.clients - 1}, so that others train",
+        )
         numbers = [own.client for own in self.train.of_clients]
-        if wrong := [number for number in numbers if number >= self.clients or numbers.count(number) > 1]:
+        for number in numbers:
             yield (
-                f"train.of_clients has client {wrong[0]}, but clients is {self.clients}; expected each of the numbers "
-                f"0 to {self.clients - 1} at most once"
+                number >= self.clients or numbers.count(number) > 1,
+                f"train.of_clients has client {number}, but clients is {self.clients}; expected each of the numbers 0 "
+                f"to {self.clients - 1} at most once",
             )
         warmup, steps = self.model.brn.warmup, self.rounds * (self.train.steps or 0)
         for key, does in (("models", "are evaluated"), ("survey", "is made")):
-            if getattr(self.evaluate, key) and self.rounds:
-                yield f"evaluate.{key} {does} instead of training, but rounds is {self.rounds}; set it to 0"
-        if self.evaluate.survey and len(self.evaluate.models) > 1:
-            yield f"evaluate.survey is for one network, but evaluate.models has {len(self.evaluate.models)}"
-        if self.model.norm == "brn" and steps and warmup >= steps:
             yield (
-                f"model.norm: brn is batch norm in a client's first {warmup} steps (model.brn.warmup), and a client "
-                f"takes at most {steps} steps in this run; set a smaller warmup"
+                getattr(self.evaluate, key) and self.rounds,
+                f"evaluate.{key} {does} instead of training, but rounds is {self.rounds}; set it to 0",
             )
+        models = len(self.evaluate.models)
+        yield (
+            self.evaluate.survey and models > 1,
+            f"evaluate.survey is for one network, but evaluate.models has {models}",
+        )
+        yield (
+            self.model.norm == "brn" and steps and warmup >= steps,
+            f"model.norm: brn is batch norm in a client's first {warmup} steps (model.brn.warmup), and a client takes "
+            f"at most {steps} steps in this run; set a smaller warmup",
+        )
 
 
 @dataclass(frozen=True)

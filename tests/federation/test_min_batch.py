@@ -86,9 +86,7 @@ strategy: {name: FixBN, freeze_round: 1, base: {name: FedTAN}}
 
 def test_an_experiment_with_small_batches_is_refused(tmp_path: Any) -> None:
     experiment = load_experiment(EXPERIMENT, ["train.batch_size=31"])
-    message = (
-        r"train\.batch_size is 31, but with strategy FixBN\(FedTAN\) clients don.t exchange .* strategy\.min_batch: 31"
-    )
+    message = r"train\.batch_size is 31, but strategy FixBN\(FedTAN\) doesn.t exchange .* strategy\.min_batch: 31"
     with pytest.raises(SettingsError, match=message):
         prepare(experiment)
 

@@ -332,14 +332,13 @@ engine: {device: cpu, checkpoint_every: 1}
 @pytest.mark.parametrize("rule", ["{name: FixBN, freeze_round: 1}", "{name: FedBN}"])
 def test_an_experiment_in_bfloat16_counts_its_bytes_and_resumes_to_the_same_bits(rule: str, tmp_path: Path) -> None:
     experiment = load_experiment(EXPERIMENT, [f"strategy={rule}"])
-    explained = explain(experiment)[0].model
+    (explained,) = explain(experiment)
     for name, stop in (("whole", 0), ("parts", 1), ("parts", 0)):
         carried_out(experiment, tmp_path / name, stop)
         assert len(RunFolder(tmp_path / name).history()) == (stop or 3)
     assert outcome(tmp_path / "whole") == outcome(tmp_path / "parts")
-    sent = {role for role in explained if role != "counter" and (role == "weights" or "FixBN" in rule)}
-    down = sum(explained[role].bytes for role in sent)
-    assert RunFolder(tmp_path / "whole").history()[0]["bytes_down"] == 2 * down
+    sent = {role for role in explained.model if role != "counter" and (role == "weights" or "FixBN" in rule)}
+    assert RunFolder(tmp_path / "whole").history()[0]["bytes_down"] == 2 * explained.bytes_of(sent)
     trained = global_model(RunFolder(tmp_path / "whole"), "model.safetensors")
     assert {value.dtype for value in trained.parameters()} == {torch.bfloat16}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError, nearest
@@ -182,21 +182,16 @@ def merge(base: Tree, changes: Tree, section: str = "") -> Draft:
     return result
 
 
-def put(settings: Draft, key: str, value: object) -> None:
-    """Set a key such as `train.lr` of nested settings."""
-    *path, last = key.split(".")
-    for number, part in enumerate(path, start=1):
-        inner = settings.setdefault(part, {})
-        if not isinstance(inner, dict):
-            above = ".".join(path[:number])
-            raise SettingsError(f"{above} is {inner!r}; expected a mapping, since {key} has a value")
-        settings = inner
-    settings[last] = value
-
-
-def nested(values: Tree) -> Tree:
-    """`{"train.lr": 0.1}` as `{"train": {"lr": 0.1}}`."""
-    settings: Draft = {}
-    for key, value in values.items():
-        put(settings, key, value)
-    return settings
+def nested(pairs: Iterable[tuple[str, object]]) -> Draft:
+    """Settings from values by key: `("train.lr", 0.1)` is `{"train": {"lr": 0.1}}`; the last value of a key counts."""
+    found: Draft = {}
+    for key, value in pairs:
+        section, (*path, last) = found, key.split(".")
+        for number, part in enumerate(path, start=1):
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                above = ".".join(path[:number])
+                raise SettingsError(f"{above} is {section!r}; expected a mapping, since {key} has a value")
+        section[last] = value
+        found = write_out(found)
+    return found

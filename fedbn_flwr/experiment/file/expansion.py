@@ -15,7 +15,7 @@ from fedbn_flwr.text import in_words, shorten
 from fedbn_flwr.trees import Draft, Tree, flat_settings
 
 from ..settings import PAPER, Cell
-from .content import drop_given, merge, nested, write_out
+from .content import drop_given, merge, nested
 
 LISTS = ("sweep", "tune")
 _WHOLE_FILE = ("name", "label", "cell", "size", "sizes", "runs", "description", *LISTS)
@@ -42,7 +42,7 @@ def _changed(key: str, values: Sequence[object], changes: Tree) -> list[tuple[in
     """
     found: list[tuple[int, object]] = []
     for value in values:
-        changed = at(merge(nested({key: value}), changes), key)
+        changed = at(merge(nested([(key, value)]), changes), key)
         pair = [*values, changed].index(changed), changed
         found += [pair] if pair not in found else []
     return found
@@ -88,7 +88,7 @@ def _checked(where: str, kind: str, key: str, values: object) -> list[object]:
         raise SettingsError(f"{where}: {kind}.{key} is {shorten(repr(values), 200)}; expected a list of values")
     if twice := [value for number, value in enumerate(values) if value in values[:number]]:
         raise SettingsError(f"{where}: {kind}.{key} has {twice[0]!r} twice; list each value once")
-    return [at(write_out(nested({key: value})), key) for value in values]
+    return [at(nested([(key, value)]), key) for value in values]
 
 
 # --- labels -------------------------------------------------------------------

@@ -27,7 +27,7 @@ from ..settings import (
     of_catalogue,
     strategy_name,
 )
-from .content import KEYS_OF_A_FILE, check_mapping, merge, nested, put, read_content, without, write_out
+from .content import KEYS_OF_A_FILE, check_mapping, merge, nested, read_content, without, write_out
 from .expansion import (
     LISTS,
     MOST,
@@ -111,7 +111,7 @@ def _rows(content: Tree, changes: Tree, size: str, name: str) -> tuple[list[_Row
         last = Layer(f"size {size}", without(resized, *LISTS)), Layer(COMMAND_LINE, without(changes, *LISTS))
         first = file, Layer(f"run {label}", own)
         cells = itertools.islice(cells_of(label, len(rows), lists, merge_layers(last)), MOST + 1)
-        listed = [(cell, [Layer(kind, nested(getattr(cell, kind))) for kind in LISTS]) for cell in cells]
+        listed = [(cell, [Layer(kind, nested(getattr(cell, kind).items())) for kind in LISTS]) for cell in cells]
         rows.append(_Row(label, own, [(cell, [*first, *layers, *last]) for cell, layers in listed]))
     return rows, only
 
@@ -246,13 +246,4 @@ def parse_overrides(words: Sequence[str]) -> Tree:
         return value if is_label else parse_yaml(value, shorten(key, 200))
 
     pairs = (word.split("=", 1) for word in words)
-    return changes_of((key, parsed(key, value)) for key, value in pairs)
-
-
-def changes_of(pairs: Iterable[tuple[str, object]]) -> Draft:
-    """Nested settings from values by key, such as `train.lr`; the last value of a key counts."""
-    changes: Draft = {}
-    for key, value in pairs:
-        put(changes, key, value)
-        changes = write_out(changes)
-    return changes
+    return nested((key, parsed(key, value)) for key, value in pairs)

@@ -1,6 +1,6 @@
 """Evaluates after a round: the global model on the server's test examples, and the clients' models on the clients.
 
-Then chooses the best round.
+Then chooses the best round, and whether the run goes on.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.clients import by_metric, spread
 from fedbn_flwr.results.metric_key import CLIENTS, MetricKey
 from fedbn_flwr.strategies import evaluation_round
-from fedbn_flwr.trees import Draft
+from fedbn_flwr.tasks import goodness
+from fedbn_flwr.trees import Draft, Json
 
 from ..data import rows_by_domain
-from ..length import Peak, patience_of, stopped
 from ..parts import Parts, plain_loss
 from .listener import FinishedRound, Listener, Running
 
@@ -150,33 +150,56 @@ class Evaluate(Listener):
         return {key.replace("-", "_"): value for key, value in measured.items() if key != protocol.NUM_EXAMPLES}
 
 
-class Best(Listener):
-    """Finds the round with the best main metric on the validation examples.
+class Peak:
+    """The best round by a metric of the history, the first of equal ones; a better one differs by more than `least`."""
 
-    It follows from the history, so a resumed run finds the same round.
+    def __init__(self, key: MetricKey, least: float = 0.0) -> None:
+        self.key, self.least = key, least
+        self.best, self.round = -math.inf, 0
+
+    def rises(self, line: Json) -> bool:
+        """Whether the round of this line is the best so far; a round that was not measured is not."""
+        found = goodness(self.key.name, line.get(str(self.key), math.nan))
+        if is_better := found > self.best + self.least:
+            self.best, self.round = found, line["round"]
+        return is_better
+
+
+class Choose(Listener):
+    """Chooses the best round by the validation examples, and ends a run in which nothing gets better (`patience`).
+
+    Both follow from the history alone, so a resumed run chooses the same round, and ends after the same one.
     """
 
-    def on_start(self, running: Running, finished: FinishedRound) -> None:
-        self.peak = Peak(MetricKey(running.prepared.task.main, "validation"), running.folder.history())
+    def __init__(self, prepared: Parts, lines: Iterable[Json]) -> None:
+        """`lines` are those of the history so far."""
+        self.run, main = prepared.run, prepared.task.main
+        options, validation = self.run.evaluate, MetricKey(main, "validation")
+        self.best = Peak(validation)
+        # Without validation examples, patience is with the main metric of the run.
+        self.latest = Peak(validation if options.validation else MetricKey(main), options.min_difference)
+        for line in lines:
+            self._is_best(line)
 
     def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
-        if self.peak.rises(finished.line):
-            finished = finished.with_metrics(
-                {"best_round": finished.number}, {}, is_best=running.prepared.rule.traits.has_global_model
-            )
-        return finished
-
-
-class Patience(Listener):
-    """Ends the run when no round has been better for `evaluate.patience` rounds."""
-
-    def on_start(self, running: Running, finished: FinishedRound) -> None:
-        self.peak = patience_of(running.prepared, running.folder.history())
-
-    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
-        self.peak.rises(finished.line)
-        why = stopped(running.prepared, self.peak, finished.number) if finished.is_evaluated else ""
+        if self._is_best(finished.line):
+            is_best = running.prepared.rule.traits.has_global_model
+            finished = finished.with_metrics({"best_round": finished.number}, {}, is_best=is_best)
+        why = self.ended(finished.number) if finished.is_evaluated else ""
         return replace(finished, stopped=why, is_last=finished.is_last or bool(why))
+
+    def _is_best(self, line: Json) -> bool:
+        self.latest.rises(line)
+        return bool(self.run.evaluate.validation) and self.best.rises(line)
+
+    def ended(self, number: int) -> str:
+        """Why the run ends after this round before its last one, in words; empty if it goes on."""
+        patience, peak = self.run.evaluate.patience, self.latest
+        if patience is None or not peak.round or number - peak.round < patience or number >= self.run.rounds:
+            return ""
+        by = f" by more than {peak.least:g}" if peak.least else ""
+        value = f"{peak.key.title} {abs(peak.best):.4g}"
+        return f"stopped after round {number}: none was better{by} than round {peak.round} ({value})"
 
 
 # --- the values of each client, their means and their spread ---

@@ -39,16 +39,14 @@ from fedbn_flwr.trees import Tree
 
 from ..data import examples_of
 from ..file.layers import from_run_config
-from ..length import check_rounds
 from ..listeners.progress import Progress, Reporter
 from ..node import ClientMaker
 from ..parts import Parts
-from ..prepare import prepare
+from ..prepare import check_rounds, prepare
 from ..settings import Experiment, completed
-from .at_once import clients_at_once
 from .judge import FILE, Judged, judge
 from .loop import run_one
-from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
+from .side_by_side import clients_at_once, jobs_of, one_after_another, side_by_side, workers_of
 from .survey import FILE as SURVEY
 from .survey import Survey, survey
 
@@ -140,7 +138,7 @@ def run_experiment(
         for run, folder in zip(experiment.runs, folders, strict=True):  # finished runs too: a report averages all
             folder.check_data(checksums.get(examples_of(run.source)))
         for place, item in prepared.items():
-            check_rounds(item, folders[place].config(), folders[place].rounds(), str(folders[place].path))
+            check_rounds(item, folders[place])
         progress.message(f"run folders: {from_here(out)}")
 
         def run_at(place: int, listener: Reporter) -> None:

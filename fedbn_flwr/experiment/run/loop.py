@@ -31,9 +31,8 @@ from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.strategies import broken_guarantees, restore
 
-from ..length import patience_of, stopped
 from ..listeners.dynamics import Dynamics
-from ..listeners.evaluate import Best, Evaluate, Patience, renamed, values_of
+from ..listeners.evaluate import Choose, Evaluate, renamed, values_of
 from ..listeners.listener import FinishedRound, Listener, Running
 from ..listeners.progress import Reporter
 from ..listeners.recording import History, Saving, keep_promises
@@ -55,7 +54,8 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
     running = Running(prepared, ledger, folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
     arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
     trained = {} if snapshot is None else dict(snapshot.trained)
-    why = stopped(prepared, patience_of(prepared, folder.history()), done)
+    choose = Choose(prepared, folder.history())
+    why = choose.ended(done)
     finished = FinishedRound(
         done,
         arrays=arrays,
@@ -66,7 +66,7 @@ def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, 
         checkpoint_round=done,
     )
     del arrays  # later rounds have others, and need the memory
-    listeners = listeners_of(running, progress)
+    listeners = listeners_of(running, choose, progress)
     begun: list[Listener] = []
     with ExitStack() as stack:
         stack.push(lambda _, error, __: end(begun, running, error))
@@ -108,16 +108,14 @@ def end(begun: Sequence[Listener], running: Running, error: BaseException | None
             ends.callback(listener.on_end, running, error)
 
 
-def listeners_of(running: Running, progress: Reporter) -> list[Listener]:
+def listeners_of(running: Running, choose: Choose, progress: Reporter) -> list[Listener]:
     """The listeners in their order: they measure a round, choose the best one, then show and record it."""
     run = running.run
     dynamics = [Dynamics()] if run.evaluate.dynamics else []
-    best = [Best()] if run.evaluate.validation else []
     trackers = [Track(entry, running.folder) for entry in run.track]
     evaluate = Evaluate(running.prepared, threads=workers_of(run))
     unseen = [Unseen()] if run.evaluate.unseen.clients else []
-    patience = [Patience()] if run.evaluate.patience else []
-    return [*dynamics, evaluate, *unseen, *best, *patience, progress, History(), Saving(), *trackers]
+    return [*dynamics, evaluate, *unseen, choose, progress, History(), Saving(), *trackers]
 
 
 def train_round(running: Running, before: FinishedRound, listeners: Sequence[Listener] = ()) -> FinishedRound:

@@ -106,11 +106,6 @@ class RunReader:
             return self.summary()
         return None
 
-    def error_since(self, began: str) -> str | None:
-        """Why the run failed, if that was at this time or later (`time_stamp`)."""
-        summary = self.readable_summary()
-        return summary.error if summary is not None and summary.began >= began else None
-
     def progress(self) -> tuple[Summary, list[Json]] | None:
         """The summary and the lines of history.jsonl; None if there is no summary.
 

@@ -55,7 +55,8 @@ class RunFolder(RunReader):
             raise SettingsError(
                 f"{str(self.path)!r} holds a run already; give another --out, or --resume to continue it"
             )
-        if (missing := [key for key in config if key not in existing]) and not self._is_of_other_code():
+        last = _last_session(self.read("environment.json") or {})
+        if (missing := [key for key in config if key not in existing]) and _versions(last) == _versions(environment()):
             raise damaged(self.path / "config.yaml", f"it lacks {', '.join(missing)}")
         try:
             existing = complete(existing)
@@ -64,14 +65,6 @@ class RunFolder(RunReader):
             raise damaged(self.path / "config.yaml", reason) from None
         if different := _difference(lasting(existing), lasting(config)):
             raise SettingsError(f"{str(self.path)!r} cannot be resumed with other settings: {different}")
-
-    def rounds(self) -> int:
-        """How many rounds the run has had."""
-        return 0 if (summary := self.readable_summary()) is None else summary.rounds
-
-    def _is_of_other_code(self) -> bool:
-        """Whether the last session ran another version of this project or of its packages."""
-        return _versions(_last_session(self.read("environment.json") or {})) != _versions(environment())
 
     def check_data(self, checksum: str | None) -> None:
         """Raise an error if the run had other examples; the checksum is None if they are not known."""

@@ -13,9 +13,9 @@ from fedbn_flwr.errors import log_once
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
-from fedbn_flwr.experiment.run import at_once, side_by_side
-from fedbn_flwr.experiment.run.at_once import clients_at_once
+from fedbn_flwr.experiment.run import side_by_side
 from fedbn_flwr.experiment.run.launch import carry_out
+from fedbn_flwr.experiment.run.side_by_side import clients_at_once
 
 SMALL = """
 rounds: 5
@@ -44,8 +44,8 @@ def test_the_bytes_are_those_of_the_ledger(tmp_path: Path) -> None:
     for name, run in experiment.by_folder.items():
         found = explained[run.label]
         line = json.loads((tmp_path / name / "history.jsonl").read_text().splitlines()[0])
-        assert 4 * sum(found.model[role].bytes for role in found.down) == line["bytes_down"], name
-        assert 4 * sum(found.model[role].bytes for role in found.up) == line["bytes_up"], name
+        assert 4 * found.bytes_of(found.down) == line["bytes_down"], name
+        assert 4 * found.bytes_of(found.up) == line["bytes_up"], name
 
 
 def test_what_travels_is_named_by_role() -> None:
@@ -118,15 +118,6 @@ def test_as_many_clients_at_once_as_is_fast(
     assert clients_at_once(parts) == 1
     hint = f"the clients' network is small, so {clients} of them would train faster at once: set engine.together=auto"
     assert (hint in flower_log.text) == (clients > 1)
-
-
-def test_whether_clients_can_train_at_once_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(at_once, "part", lambda *_: asked.append)
-    monkeypatch.setattr(side_by_side, "cores", lambda: 2)
-    (run,) = explain(load_experiment(SMALL, ["model.name=mlp", "engine.together=auto", "engine.workers=auto"]))
-    assert run.together.startswith("4 clients train at once")
-    assert len(asked) == 1
 
 
 def test_every_setting_has_its_origin() -> None:

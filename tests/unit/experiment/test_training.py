@@ -73,7 +73,7 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ),
         (
             "{strategy: {name: FedTAN}, train: {clip: 1.0}}",
-            "train.clip is 1.0, but in the first step of",
+            "train.clip is 1.0, but strategy FedTAN needs whole gradients: in its first step",
         ),
         (
             "{strategy: {name: GlobalMomentum}, train: {optimizer: adam}}",
@@ -125,6 +125,9 @@ BN = "model: {name: cnn}\nclients: 2\n"
             "{strategy: {name: FixBN}, evaluate: {metrics: ['training_parts:freeze_round']}}",
             "a function is called 'freeze_round', and a run reports another metric under this name",
         ),
+        ("evaluate: {validation: 1.0e-4}", "is 0.0001, which is less than half an example for each of the 2 clients"),
+        ("track: tensorbord", "track='tensorbord' is not a tracker; did you mean 'tensorboard'"),
+        ("track: 'no_module:here'", "track='no_module:here': cannot import 'no_module'"),
         ("evaluate: {metrics: [auc, auc]}", "evaluate.metrics has the name 'auc' twice"),
     ],
 )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord
 
-from fedbn_flwr.experiment.listeners.evaluate import Best
+from fedbn_flwr.experiment.listeners.evaluate import Choose
 from fedbn_flwr.experiment.listeners.listener import FinishedRound
-from fedbn_flwr.results.folder.writer import RunFolder
+from fedbn_flwr.experiment.settings import Evaluate, Settings
 from fedbn_flwr.tasks import CLASSIFICATION, REGRESSION, Task
 
 
@@ -24,13 +23,11 @@ from fedbn_flwr.tasks import CLASSIFICATION, REGRESSION, Task
         (REGRESSION, [math.nan] * 3, []),
     ],
 )
-def test_the_best_round_is_the_first_of_equal_ones(
-    task: Task, values: list[float], expected: list[int], tmp_path: Path
-) -> None:
-    best, found = Best(), []
+def test_the_best_round_is_the_first_of_equal_ones(task: Task, values: list[float], expected: list[int]) -> None:
     rule = SimpleNamespace(traits=SimpleNamespace(has_global_model=False))
-    running: Any = SimpleNamespace(prepared=SimpleNamespace(rule=rule, task=task), folder=RunFolder(tmp_path))
-    best.on_start(running, FinishedRound(0, ArrayRecord(), ArrayRecord()))
+    run = Settings(evaluate=Evaluate(validation=0.1))
+    running: Any = SimpleNamespace(prepared=SimpleNamespace(rule=rule, task=task, run=run))
+    best, found = Choose(running.prepared, []), []
     for number, value in enumerate(values, start=1):
         line: dict[str, Any] = {"round": number, f"validation_{task.main}": value}
         at = best.on_round(running, FinishedRound(number, ArrayRecord(), ArrayRecord(), line=line))
