@@ -89,6 +89,7 @@ def test_ctrl_c_prints_the_round_and_the_command(tmp_path: Path) -> None:
     words = ["run", text, "--out", "my runs"]
     done = signalled(signal.SIGINT, lambda: list(tmp_path.glob("my runs/*/history.jsonl")), FEDBN, *words, cwd=tmp_path)
     assert done.returncode == 130
+    assert "stopping after this round" in done.stderr
     (folder,) = (path.parent for path in tmp_path.glob("my runs/*/summary.json"))
     last = RunFolder(folder).history()[-1]["round"]
     assert f"fedbn: stopped\n{folder.name} stopped after round {last} of 5000; continue with: " in done.stderr

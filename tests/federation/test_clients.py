@@ -15,10 +15,8 @@ from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.data import shares_of
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.folder.writer import RunFolder
@@ -138,8 +136,3 @@ def test_the_newcomer_s_accuracies_are_those_of_the_page(tmp_path: Path) -> None
 
 
 # --- settings ----------------------------------------------------------------
-
-
-def test_a_share_that_holds_out_no_image_is_refused() -> None:
-    with pytest.raises(SettingsError, match="less than half an example for each of the 5 clients"):
-        prepare(load_experiment("{clients: 5, evaluate: {validation: 0.001}, engine: {device: cpu}}"))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
-from pydantic import ValidationError
 
 from fedbn_flwr import run_all
-from fedbn_flwr.experiment.settings import Settings
 
 OWN = {"batch_size": 8, "steps": 3, "lr_factor": 0.5}
 EXPERIMENT = {
@@ -34,9 +31,3 @@ def test_settings_of_every_client_are_those_of_all_and_the_report_says_who_has_t
     assert titles.split()[-5:] == ["batch", "size", "steps", "lr", "factor"]
     differ = [line.split()[:2] for line in rows if line.split()[-3:] == ["8", "3", "0.5"]]
     assert differ == [["each", "0"], ["each", "1"], ["one", "1"]]
-
-
-@pytest.mark.parametrize("clients", [(2,), (1, 1)])
-def test_a_client_of_the_list_that_is_not_there_or_there_twice_is_named(clients: tuple[int, ...]) -> None:
-    with pytest.raises(ValidationError, match=rf"of_clients has client {clients[0]}, but clients is 2; expected each"):
-        Settings(clients=2, train={"of_clients": [{"client": client, "steps": 2} for client in clients]})

@@ -139,9 +139,10 @@ def is_locked(path: Path) -> bool:
 
 
 def test_a_finished_cell_is_never_computed_again_and_new_ones_are_added(tmp_path: Path) -> None:
-    begun = EXPERIMENT.replace("[0.05, 0.1]", "[0.05]")
+    """Values of a sweep, and rows."""
+    begun = EXPERIMENT.replace("[0.05, 0.1]", "[0.05]").partition("  FedTAN")[0]
     run_all(begun, out=tmp_path, jobs=2, progress=False)
-    before = {name: (tmp_path / name / "history.jsonl").stat() for name in (NAMES[0], NAMES[2])}
+    before = {name: (tmp_path / name / "history.jsonl").stat() for name in NAMES[:1]}
     results = run_all(EXPERIMENT, out=tmp_path, jobs=2, resume=True, progress=False)
     assert [result.summary.status for result in results] == ["finished"] * 4
     assert {name: (tmp_path / name / "history.jsonl").stat() for name in before} == before

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import json
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
-from tests.support.command import FEDBN, ROOT, environment, python, signalled
+from tests.support.command import FEDBN, ROOT, environment, python
 
 QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
 
@@ -32,6 +31,7 @@ QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
         (["rounds=-1"], ["rounds", "-1"]),
         (["rounds"], ["'rounds'", "key=value"]),
         (["data.name=/no/such/folder"], ["data.name", "/no/such/folder"]),
+        (["data.name=cifr10"], ["'cifr10': there is no such data set; ", "did you mean 'cifar10'? known: "]),
         (["data.name=digits", "data.classes=7"], ["data.classes is 7", "10 classes"]),
         (["model.name=resnet21"], ["resnet21", "'resnet20'"]),
         (["model.norm=batchnorm"], ["batchnorm", "bn"]),
@@ -66,32 +66,6 @@ def test_bad_input_ends_before_training_with_one_message(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("experiment", "says"),
-    [
-        ("demoo", "'demo'"),
-        ("missing.yaml", "missing.yaml"),
-        ("{rounds: [}", "YAML"),
-        ("{rounds: 1, rounds: 2}", "twice"),
-    ],
-)
-def test_an_experiment_that_cannot_be_read_is_named(
-    experiment: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["run", experiment]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_a_folder_that_holds_a_run_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = str(tmp_path / "out")
-    assert cli.main(["run", QUICK, "rounds=2", "engine.workers=0", "--out", out]) == 0
-    capsys.readouterr()
-    assert cli.main(["run", QUICK, "rounds=2", "engine.workers=0", "--out", out]) == 2
-    assert "holds a run already" in capsys.readouterr().err
-    assert cli.main(["run", QUICK, "rounds=2", "clients=4", "engine.workers=0", "--out", out, "--resume"]) == 2
-    assert "clients was 3 and is 4" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("engine", ["local", "ray"])
 def test_resuming_where_there_is_no_run_is_an_error(
     engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -110,18 +84,6 @@ def test_an_error_about_many_runs_names_the_first_folders(tmp_path: Path, capsys
     out, seeds = str(tmp_path / "mistyped"), list(range(120))
     assert cli.main(["run", QUICK, f"seeds={seeds}", "--out", out, "--resume"]) == 2
     assert "one of the folders FixBN-seed0, FixBN-seed1, FixBN-seed2 and 117 more in it;" in capsys.readouterr().err
-
-
-def test_resuming_begins_the_runs_that_had_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, out = tmp_path / "e.yaml", tmp_path / "out"
-    file.write_text("{rounds: 1, clients: 2, train: {steps: 1}, engine: {workers: 0}, runs: {first: {}}}")
-    assert cli.main(["run", str(file), "--out", str(out)]) == 0
-    model = (out / "first" / "model.safetensors").stat()
-    file.write_text(file.read_text().replace("first: {}", "first: {}, second: {seed: 1}"))
-    assert cli.main(["run", str(file), "--out", str(out), "--resume"]) == 0
-    assert "1 of 2 runs are finished already" in capsys.readouterr().out
-    assert (out / "first" / "model.safetensors").stat() == model
-    assert json.loads((out / "second" / "summary.json").read_text())["status"] == "finished"
 
 
 @pytest.mark.usefixtures("pictures")
@@ -239,34 +201,6 @@ def test_a_locale_without_the_characters_of_a_label_is_named(tmp_path: Path) -> 
     assert (done.returncode, len(errors)) == (0, 4), done.stderr
     for error in errors:
         assert "that the encoding of this locale, ascii, does not have; set PYTHONUTF8=1" in error
-
-
-def test_a_run_stopped_by_ctrl_c_resumes_to_the_same_model(tmp_path: Path) -> None:
-    words = [QUICK, "rounds=10", "strategy.freeze_round=5", "evaluate.every=4"]
-    words += ["train={epochs: null, steps: 2}", "engine.workers=0"]
-    stopped = tmp_path / "stopped"
-    history = stopped / "FixBN" / "history.jsonl"
-    done = signalled(
-        signal.SIGINT, lambda: history.exists() and history.read_text().count("\n") >= 3,
-        FEDBN, "run", *words, "--out", stopped, cwd=ROOT, PAUSE="0.2",
-    )  # fmt: skip
-    assert done.returncode == 130, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "stopping after this round" in done.stderr
-    summary = json.loads((stopped / "FixBN" / "summary.json").read_text())
-    assert summary["status"] == "interrupted"
-    assert 3 <= summary["rounds"] < 10
-    assert cli.main(["report", str(stopped), "--out", str(tmp_path / "report")]) == 0
-    assert cli.main(["run", *words, "--out", str(stopped), "--resume"]) == 0
-    assert cli.main(["run", *words, "--out", str(tmp_path / "straight")]) == 0
-    resumed, straight = stopped / "FixBN", tmp_path / "straight" / "FixBN"
-    assert (resumed / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
-    kept = ("round", "train_loss", "bytes_up")
-    lines = [
-        [{key: json.loads(line)[key] for key in kept} for line in (folder / "history.jsonl").read_text().splitlines()]
-        for folder in (resumed, straight)
-    ]
-    assert lines[0] == lines[1]
 
 
 @pytest.mark.parametrize("what", ["strategies", "models", "norms", "datasets", "partitions", "experiments"])

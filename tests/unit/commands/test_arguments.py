@@ -40,15 +40,13 @@ def test_a_run_config_is_read_as_a_whole(text: str, message: str, capsys: pytest
 
 def test_a_flower_run_is_not_resumed_where_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "mistyped"
-    words = f"out='{out}' resume=true"
-    assert "mistyped' has no run to resume" in refusal(capsys, "flwr", "run", str(ROOT), "--run-config", words)
-    assert not out.exists()
     text = (ROOT / "pyproject.toml").read_text()
     for line, value in (('out = ""', f'out = "{out}"'), ("resume = false", "resume = true")):
         assert text.count(line) == 1
         text = text.replace(line, value)
     (tmp_path / "pyproject.toml").write_text(text)
     assert "mistyped' has no run to resume" in refusal(capsys, "flwr", "run", str(tmp_path))
+    assert not out.exists()
 
 
 def test_a_folder_that_holds_a_run_is_named_with_the_keys_of_a_run_config(
@@ -104,12 +102,3 @@ def test_the_name_of_an_experiment_does_not_leave_the_folder_of_runs(monkeypatch
 def test_a_folder_for_output_is_a_path() -> None:
     with pytest.raises(SettingsError, match=r"out is 'a\\x00b'; expected a path without the character"):
         out_folder("name", "a\0b", resume=False)
-
-
-def test_an_unknown_data_set_is_answered_with_the_known_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("FEDBN_DATA", raising=False)
-    error = refusal(capsys, "run", "quick", "data.name=cifr10", "--out", str(tmp_path / "out"))
-    assert "data.name='cifr10': there is no such data set; " in error
-    assert "did you mean 'cifar10'? known: " in error

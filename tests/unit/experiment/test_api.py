@@ -85,12 +85,6 @@ def test_settings_are_an_experiment_and_so_is_a_result_s_config(tmp_path: Path) 
     assert model == same != different
 
 
-def test_a_class_stands_for_its_name(tmp_path: Path) -> None:
-    result = run(TINY, model=Net, out=tmp_path, progress=False)
-    assert result.config["model"]["name"] == f"{__name__}:Net"
-    assert isinstance(result.model(), Net)
-
-
 def of_width(width: int) -> type[nn.Module]:
     class Wide(nn.Sequential):
         def __init__(self, num_classes: int) -> None:

@@ -225,14 +225,6 @@ def test_an_override_without_key_or_value_or_below_a_value_is_refused(words: lis
         parse_overrides(words)
 
 
-def test_overrides_reach_every_run() -> None:
-    content = parse_yaml("rounds: 5\nruns: {a: {train: {lr: 1}}, b: {rounds: 7}}")
-    runs = read_experiment(content, parse_overrides(["rounds=2", "train.momentum=0.5"])).runs
-    assert [run.rounds for run in runs] == [2, 2]
-    assert [run.train.momentum for run in runs] == [0.5, 0.5]
-    assert [run.train.lr for run in runs] == [1, 0.1]
-
-
 def test_merging_goes_mapping_by_mapping() -> None:
     base = {"train": {"lr": 1, "steps": 2}, "rounds": 3}
     assert merge(base, {"train": {"lr": 5}}) == {"train": {"lr": 5, "steps": 2}, "rounds": 3}
@@ -268,18 +260,6 @@ def test_a_mapping_that_names_another_thing_replaces() -> None:
     }
     run = read("data: {partition: {kind: classes, classes_per_client: 2}}", "data.partition.kind=iid")
     assert run.data.partition.kind == "iid"
-
-
-def test_another_data_set_or_model_keeps_the_keys_beside_its_name() -> None:
-    text = "data: {partition: {kind: dirichlet, alpha: 0.3}, augment: [flip]}\nmodel: {name: cnn, norm: gn}"
-    run = read(text, "data.name=./elsewhere", "model.name=resnet20", "engine.name=ray")
-    assert (run.data.name, run.data.partition.kind, run.data.augment) == ("./elsewhere", "dirichlet", ("flip",))
-    assert (run.model.name, run.model.norm) == ("resnet20", "gn")
-
-
-def test_an_override_changes_one_argument_of_a_strategy() -> None:
-    run = read("strategy: {name: FixBN, freeze_round: 0.5}", "strategy.freeze_round=3")
-    assert run.strategy == {"name": "FixBN", "freeze_round": 3}
 
 
 def test_steps_count_instead_of_the_epochs_of_an_earlier_place_and_epochs_instead_of_steps() -> None:
@@ -320,25 +300,9 @@ def test_the_seeds_of_the_nearest_place_expand_each_run_and_names_have_them(
     assert [*found] == [f"{run.label}-seed{run.seed}" for run in found.values()] == names
 
 
-def test_a_file_s_seed_counts_and_not_the_seeds_of_the_file_that_it_extends(tmp_path: Path) -> None:
-    (tmp_path / "parent.yaml").write_text("seeds: [0, 1]\nrounds: 2\n")
-    (tmp_path / "child.yaml").write_text("extends: parent.yaml\nseed: 5\n")
-    assert [run.seed for run in load_experiment(str(tmp_path / "child.yaml")).runs] == [5]
-
-
 def test_the_label_of_a_wrapper_names_its_base() -> None:
     labels = [read_experiment({"strategy": {"name": "FixBN", "base": base}}).runs[0].label for base in ("a:A", "b:B")]
     assert labels == ["FixBN(a:A)", "FixBN(b:B)"]
-
-
-def test_a_run_without_a_label_has_the_name_of_its_strategy() -> None:
-    assert read("strategy: {name: FixBN}").label == "FixBN"
-    assert read("rounds: 1").label == "FedAvg"
-
-
-def test_names_of_runs_are_names_of_folders() -> None:
-    runs = read_experiment(parse_yaml("seeds: [0, 1]\nruns: {'a b/c': {}}"))
-    assert list(runs.by_folder) == ["a-b-c-seed0", "a-b-c-seed1"]
 
 
 def test_the_same_seed_twice_is_refused() -> None:

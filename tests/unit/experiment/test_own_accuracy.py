@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import Result, cli, run_all
-from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
 from fedbn_flwr.experiment.listeners.recording import History
 from fedbn_flwr.experiment.preview import explain
@@ -155,8 +154,3 @@ def test_where_only_clients_evaluate_they_use_all_test_examples(tmp_path: Path) 
     data = {"classes": 10, "channels": 1, "size": 8}
     (average,) = run_all(SMALL + BOTH, only="FedAvg", out=tmp_path / "b", evaluate=sites, data=data)
     assert average.summary.accuracy == average.lines[-1]["clients_accuracy"]
-
-
-def test_another_value_is_an_error() -> None:
-    with pytest.raises(SettingsError, match=r"evaluate.clients: found 'some'; expected true, false or 'own'"):
-        load_experiment("evaluate: {clients: some}\n")

@@ -1,11 +1,10 @@
-"""A run's file is read once, its strategies are built once, and its figures do not depend on the workers."""
+"""What a run leaves on the disk and in memory, and that its figures do not depend on the workers."""
 
 from __future__ import annotations
 
 import gc
 import json
 import weakref
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,9 @@ import pytest
 import torch
 
 import fedbn_flwr
-import fedbn_flwr.experiment.file.content as experiment_content
-import fedbn_flwr.experiment.prepare as experiment_prepare
 import fedbn_flwr.experiment.run.launch as experiment_run
 import fedbn_flwr.experiment.run.loop as experiment_loop
 import fedbn_flwr.experiment.run.side_by_side as side_by_side
-from fedbn_flwr import cli
 from fedbn_flwr.errors import MissingPackage, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
@@ -34,35 +30,6 @@ runs:
   FedAvg: {strategy: {name: FedAvg}}
   FixBN: {strategy: {name: FixBN, freeze_round: 1, base: {name: FedProx, proximal_mu: 0.1}}}
 """
-
-
-def test_a_file_is_read_and_parsed_once_and_each_strategy_built_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "experiment.yaml"
-    file.write_text(EXPERIMENT)
-    count: Counter[str] = Counter()
-    open_file, parse, build = Path.open, experiment_content.parse_yaml, experiment_prepare.build_strategy
-
-    def counted_open(path: Path, *args: Any, **kwargs: Any) -> Any:
-        count["read"] += path == file
-        return open_file(path, *args, **kwargs)
-
-    def counted_parse(text: str, source: str = "") -> Any:
-        content = parse(text, source)
-        count["parsed"] += isinstance(content, dict) and "runs" in content
-        return content
-
-    def counted_build(spec: Any, **arguments: Any) -> Any:
-        count[spec["name"]] += 1
-        return build(spec, **arguments)
-
-    monkeypatch.setattr(Path, "open", counted_open)
-    monkeypatch.setattr(experiment_content, "parse_yaml", counted_parse)
-    monkeypatch.setattr(experiment_prepare, "build_strategy", counted_build)
-    assert cli.main(["run", str(file), "train.lr=0.05", "--out", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "FixBN" / "model.safetensors").exists()
-    assert count == {"read": 1, "parsed": 1, "FedAvg": 1, "FixBN": 1}
 
 
 def test_a_run_folder_has_the_examples_of_each_client(tmp_path: Path) -> None:

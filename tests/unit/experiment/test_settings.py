@@ -57,6 +57,28 @@ def test_an_unknown_key_is_answered_by_its_section_alone(text: str, end: str) ->
                 "'data.partition.classes_per_client' is missing",
             ],
         ),
+        (
+            "{rounds: -1, train: {lr: abc}, model: {name: resnet99, norm: gm}, data: {partition: {alpha: -1}}, "
+            "strategy: {name: FixBN, base: FedXN}}",
+            [
+                *("train.lr is 'abc'", "rounds is -1", "data.partition has alpha without kind; known: dirichlet"),
+                "model.name='resnet99' is not a model; did you mean 'resnet",
+                "model.norm='gm' is not a kind of normalisation",
+                "strategy.base.name='FedXN' is not a strategy; did you mean 'Fed",
+            ],
+        ),
+        (
+            "evaluate: {domains: true, clients: false}",
+            ["evaluate: domains is true, which is for clients that evaluate, but clients is false"],
+        ),
+        *(
+            (
+                f"{{clients: 2, train: {{of_clients: [{', '.join(f'{{client: {n}, steps: 2}}' for n in numbers)}]}}}}",
+                [f"of_clients has client {numbers[0]}, but clients is 2; expected each of the numbers 0 to 1 at most"],
+            )
+            for numbers in ((2,), (1, 1))
+        ),
+        ("evaluate: {clients: some}", ["evaluate.clients: found 'some'; expected true, false or 'own'"]),
         ("track: [3]", ["track.0: found 3; expected a name, or a mapping with a name and options"]),
         ("track: [{x: 1}]", ["track.0: found {'x': 1}; expected a name, or a mapping with a name and options"]),
         ("track: 3", ["track.0: found 3; expected a name"]),
@@ -127,20 +149,6 @@ def test_arguments_without_a_name_are_those_of_the_default_strategy() -> None:
         parse_yaml("runs: {A: {}, B: {strategy: FedProx}}"), parse_overrides(["strategy.fraction_train=0.5"])
     ).runs
     assert [run.strategy for run in runs] == [{"name": name, "fraction_train": 0.5} for name in ("FedAvg", "FedProx")]
-
-
-def test_wrong_names_are_reported_with_wrong_types() -> None:
-    words = ["train.lr=abc", "rounds=-1", "model.name=resnet99", "model.norm=gm", "data.partition.alpha=-1"]
-    found = fault("{}", *words, "strategy={name: FixBN, base: FedXN}")
-    for word in (
-        "train.lr is 'abc'",
-        "rounds is -1",
-        "model.name='resnet99' is not a model; did you mean 'resnet",
-        "model.norm='gm' is not a kind of normalisation",
-        "data.partition has alpha without kind; known: dirichlet",
-        "strategy.base.name='FedXN' is not a strategy; did you mean 'Fed",
-    ):
-        assert word in found
 
 
 def test_ten_problems_of_a_run_are_reported() -> None:

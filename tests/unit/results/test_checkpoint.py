@@ -70,38 +70,13 @@ def test_a_client_that_cannot_be_read_leaves_the_checkpoint_before(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-@pytest.mark.slow
-def test_ten_thousand_clients_are_written_and_read_one_at_a_time(tmp_path: Path) -> None:
-    """The bound: with all states in memory it would be 10,000 times 4 KiB."""
-    held = peak = 0
-
-    class Counted(RecordDict):
-        def __del__(self) -> None:
-            nonlocal held
-            held -= 1
-
-    def states() -> Iterator[tuple[int, RecordDict]]:
-        nonlocal held, peak
-        for node in range(10_000):
-            records = Counted({"own": pack({"n": np.full(1000, node, np.float32)})})
-            held, peak = held + 1, max(peak, held + 1)
-            yield node, records
-
-    file = CheckpointFile(tmp_path / "checkpoint")
-    file.write(snapshot(1), states())
-    assert peak <= 3
-    for number, (node, records) in enumerate(file.clients()):
-        assert number == node
-        assert records.array_records["own"]["n"].numpy()[-1] == node
-    assert number == 9_999
-
-
-def test_a_checkpoint_is_read_one_client_at_a_time(tmp_path: Path) -> None:
+def test_a_checkpoint_is_written_and_read_one_client_at_a_time(tmp_path: Path) -> None:
     size, file = 2**20, CheckpointFile(tmp_path / "checkpoint")
-    state = RecordDict({"own": pack({"n": np.zeros(size, np.uint8)})})
-    file.write(snapshot(1), ((node, state) for node in range(30)))
     tracemalloc.start()
     try:
+        file.write(
+            snapshot(1), ((node, RecordDict({"own": pack({"n": np.zeros(size, np.uint8)})})) for node in range(30))
+        )
         assert file.read().round == 1
         assert file.nodes() == list(range(30))
         for _ in file.clients():

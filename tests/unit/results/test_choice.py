@@ -59,18 +59,17 @@ def test_the_figures_of_all_candidates_are_kept(out: Path, tmp_path: Path) -> No
     assert {each["summary"]["label"] for each in kept if each.get("chosen", True)} == {BEST, OTHER}
 
 
-def test_the_test_images_have_no_part_in_the_choice(out: Path) -> None:
+@pytest.mark.parametrize(
+    ("label", "test", "validation", "expected"), [(WORSE, 1.0, 0.0, BEST), (BEST, 1.0, float("nan"), WORSE)]
+)
+def test_neither_test_images_nor_a_candidate_that_diverged_are_chosen(
+    label: str, test: float, validation: float, expected: str, out: Path
+) -> None:
     rows = by_label(out)
-    for run in rows[WORSE].runs:
-        run.summary.values |= {"accuracy": 1.0, "best_test_accuracy": 1.0}
-    assert shown(rows) == {BEST, OTHER}
-
-
-def test_a_candidate_that_diverged_is_not_chosen(out: Path) -> None:
-    rows = by_label(out)
-    for run in rows[BEST].runs:
-        run.lines[-1]["validation_accuracy"] = float("nan")
-    assert shown(rows) == {WORSE, OTHER}
+    for run in rows[label].runs:
+        run.summary.values |= {"accuracy": test, "best_test_accuracy": test}
+        run.lines[-1]["validation_accuracy"] = validation
+    assert shown(rows) == {expected, OTHER}
 
 
 def test_a_candidate_that_failed_is_not_chosen(out: Path) -> None:

@@ -45,16 +45,6 @@ def test_the_last_round_in_which_a_metric_was_measured_counts() -> None:
     assert last_values(lines) == {"train_loss": {"1": 1.0}, "own_accuracy": {"0": 0.1, "1": 0.2}}
 
 
-def test_own_test_images_come_first_and_losses_are_not_shown(tmp_path: Path) -> None:
-    names = ("examples", "train_loss", "loss", "accuracy", "test_examples", "macro_f1", "own_loss", "own_accuracy")
-    clients = [{"round": 3, "clients": {"0": dict.fromkeys(names, 0.5)}}]
-    write_run(tmp_path / "run", "FedBN", files={"clients.jsonl": clients}, metrics=("macro_f1",))
-    lines = client_table(rows_of(tmp_path))
-    assert [line[1] for line in lines[1:]] == [
-        "accuracy on own data", "clients' accuracy", "clients' macro F1",
-    ]  # fmt: skip
-
-
 def write_clients(folder: Path, label: str, accuracies: list[float], seed: int = 0) -> None:
     write_run(folder, label, seed)
     clients = {str(number): {"own_accuracy": value} for number, value in enumerate(accuracies)}
@@ -80,10 +70,12 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("plots")
-def test_tables_and_the_plot_have_the_main_figure_and_the_metrics_of_the_run(tmp_path: Path) -> None:
+def test_tables_and_the_plot_have_the_main_figure_and_the_metrics_of_the_run_first_on_own_examples(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "runs" / "a"
     write_run(folder, "FedBN", metrics=("kappa",))
-    names = ("accuracy", "accuracy_new", "kappa", "other")
+    names = ("examples", "loss", "accuracy", "accuracy_new", "kappa", "other")
     values = {name: 0.5 for kind in ("", "own_", "validation_") for name in (kind + name for name in names)}
     (folder / "clients.jsonl").write_text(json.dumps({"round": 3, "clients": {"0": values, "1": values}}) + "\n")
     _, *lines = client_table(rows_of(folder))
@@ -95,15 +87,6 @@ def test_tables_and_the_plot_have_the_main_figure_and_the_metrics_of_the_run(tmp
     assert "| kappa on own data | 2 | 0.5000 | 0.0000 | 0.5000 |" in (tmp_path / "out" / "report.md").read_text()
     with Image.open(tmp_path / "out" / "clients.png") as picture:
         assert picture.width < 3000
-
-
-@pytest.mark.usefixtures("plots")
-def test_without_values_of_clients_there_is_neither(tmp_path: Path) -> None:
-    write_run(tmp_path / "runs" / "c", "FedAvg")
-    text = write_report([tmp_path / "runs"], tmp_path / "out")
-    assert "worst tenth" not in text
-    assert "clients.png" not in (tmp_path / "out" / "report.md").read_text()
-    assert not (tmp_path / "out" / "clients.png").exists()
 
 
 def test_a_box_plot_has_the_rows_whose_clients_were_evaluated(tmp_path: Path) -> None:

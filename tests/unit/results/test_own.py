@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -137,9 +138,15 @@ def test_a_sweep_s_first_table_and_panel_have_it_too(tmp_path: Path) -> None:
         ("rounds", [100, 100], "100"),
         ("rounds", [100, 102], "101 ± 1"),
         ("bytes_up", [2**20, 2**20], "1.00"),
+        ("x", [math.inf, 1.0], "inf"),
+        ("x", [math.inf, -math.inf], "nan"),
+        ("x", [1.0, math.nan], "nan"),
+        ("x", [1.0, 2.0], "1.5000 ± 0.7071"),
     ],
 )
-def test_a_deviation_is_zero_only_if_all_values_are_equal(key: str, values: list[float], shown: str) -> None:
+def test_a_deviation_is_of_finite_values_and_zero_only_if_all_are_equal(
+    key: str, values: list[float], shown: str
+) -> None:
     assert as_measured(MetricKey.parse(key), values) == shown
 
 

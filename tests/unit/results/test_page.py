@@ -202,17 +202,6 @@ def test_a_picture_has_a_limit_of_classes() -> None:
     assert [bars[-1][0].get_height(), len(bars)] == [199_900, 101]
 
 
-def test_settings_that_differ_are_a_table(tmp_path: Path) -> None:
-    for seed in (0, 1):
-        write_run(tmp_path / f"a{seed}", "FixBN", seed, config={"train": {"lr": 0.1, "steps": 5}}, accuracy=0.6)
-    write_run(tmp_path / "b", "FedAvg", config={"train": {"lr": 0.2, "steps": 5}})
-    page = page_of(tmp_path)
-    assert "train.lr" in page.texts["th"]
-    assert "train.steps" not in page.texts["th"], "it is the same in all runs"
-    assert any("steps: 5" in text for text in page.texts["pre"]), "the settings of each run"
-    assert len(rows_of(tmp_path)) == 2
-
-
 # --- hostile text -----------------------------------------------------------
 
 

@@ -201,10 +201,3 @@ def test_the_digest_of_a_checkpoint_is_that_of_the_file_without_reading_it_again
     assert resumed.begin(config) == 2
     assert resumed.digest == saved.history
     add(resumed, 3)
-
-
-def test_environment_json_has_what_a_run_adds(tmp_path: Path) -> None:
-    RunFolder(tmp_path).begin({}, {"data_commit": "c" * 40})
-    found = json.loads((tmp_path / "environment.json").read_text())
-    assert found["data_commit"] == "c" * 40
-    assert "versions" in found

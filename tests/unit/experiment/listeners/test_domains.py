@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder.writer import RunFolder
 
 EXPERIMENT = """
@@ -44,8 +42,3 @@ def test_each_client_s_model_is_tested_on_every_domain(tmp_path: Path) -> None:
         mean = sum(each[f"accuracy_{domain}"] for each in clients.values()) / 3
         assert line[f"clients_accuracy_{domain}"] == pytest.approx(mean)
     assert "clients' accuracy, by domain" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
-
-
-def test_domains_without_clients_that_evaluate_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"domains is true, which is for clients that evaluate"):
-        load_experiment(EXPERIMENT, ["evaluate.clients=false"])

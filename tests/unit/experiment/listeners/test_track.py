@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from fedbn_flwr import cli
-from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners import track
 from fedbn_flwr.experiment.listeners.track import TrackedRun
-from fedbn_flwr.experiment.prepare import make_rule, prepare_run
 from fedbn_flwr.experiment.settings import name_in
 from fedbn_flwr.results.folder.reader import deciding
 from fedbn_flwr.results.folder.writer import RunFolder
@@ -218,20 +216,6 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tracker_of_the_user_that_is_missing_is_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = refusal(capsys, "run", "quick", "track=no_such_module:tracker", "--out", tmp_path / "out")
-    assert "track='no_such_module:tracker': cannot import 'no_such_module'" in error
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_tracker_does_not_make_another_run_of_it(tmp_path: Path) -> None:
     plain, tracked = load_experiment(EXPERIMENT).runs[0], load_experiment(EXPERIMENT, ["track=tensorboard"]).runs[0]
     assert deciding(plain.model_dump(mode="json")) == deciding(tracked.model_dump(mode="json"))
-
-
-def test_a_tracker_that_is_misspelt_is_refused() -> None:
-    run = read("track: tensorbord")
-    with pytest.raises(SettingsError, match="track='tensorbord' is not a tracker; did you mean 'tensorboard'"):
-        prepare_run(run, "name", make_rule(run))
