@@ -104,7 +104,8 @@ def split_batch(batch: Batch, how: ToPair | None) -> Pair:
     if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_value, pair))):
         origin = "a batch is" if how is None else f"batch={getattr(how, '__name__', how)!r} returned"
         raise TypeError(
-            f"{origin} {_described(pair)}; expected a pair (inputs, targets) of tensors or dicts of tensors. {_CURE}"
+            f"{origin} {_described(pair)}; expected a pair (inputs, targets) of tensors or dicts of tensors, or a dict "
+            f"with one key for the inputs ({', '.join(INPUTS)}) and one for the targets ({', '.join(TARGETS)}). {_CURE}"
         )
     return pair[0], pair[1]
 
@@ -120,15 +121,11 @@ _CURE = (
 
 
 def _found(batch: Batch) -> Batch:
-    if not isinstance(batch, Mapping):
-        return batch
-    inputs, targets = ([key for key in names if key in batch] for names in (INPUTS, TARGETS))
-    if len(inputs) != 1 or len(targets) != 1:
-        raise TypeError(
-            f"a batch is {_described(batch)}; expected one key for the inputs ({', '.join(INPUTS)}) and one for the "
-            f"targets ({', '.join(TARGETS)}). {_CURE}"
-        )
-    return batch[inputs[0]], batch[targets[0]]
+    if isinstance(batch, Mapping):
+        inputs, targets = ([key for key in names if key in batch] for names in (INPUTS, TARGETS))
+        if len(inputs) == len(targets) == 1:
+            return batch[inputs[0]], batch[targets[0]]
+    return batch
 
 
 def _described(batch: object) -> str:

@@ -28,7 +28,7 @@ from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import metrics_in, record_of
-from fedbn_flwr.messages.limits import arrays_problem
+from fedbn_flwr.messages.limits import arrays_problem, negative_variance
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import Reply, mean_of_metrics, number_problem
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
@@ -188,7 +188,9 @@ class FedAvg(Base, FlowerFedAvg):
 
     def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
         """Also another dtype, or a negative variance, which only strategies of Flower may make."""
-        return super().model_problem(model, sent) or arrays_problem(model, sent, model)
+        other = (key for key, value in model.items() if value.dtype != sent[key].dtype)
+        dtypes = (f"{key!r} is {model[key].dtype}; the server sent {sent[key].dtype}" for key in other)
+        return super().model_problem(model, sent) or next(dtypes, None) or negative_variance(model)
 
     def metrics(self, replies: Sequence[Reply]) -> MetricRecord | None:
         return self.train_metrics_aggr_fn([*map(_content_of, replies)], self.weighted_by_key)

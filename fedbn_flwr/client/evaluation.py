@@ -19,7 +19,7 @@ from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Task
 
-from .losses import aligned, logits_of, one_for_each, without_channel
+from .losses import aligned, form_of, logits_of, one_for_each, without_channel
 from .rule import Batch, Loss
 
 # A name, or a function of the model's outputs and the targets of all examples, on the CPU.
@@ -49,21 +49,14 @@ def metric_inputs(task: Task, outputs: Outputs, targets: Value) -> tuple[Tensor,
     return outputs, targets
 
 
-def _needed(task: Task) -> str:
-    """The outputs and targets that the task's metrics need, in words."""
-    if not task.form:
-        return (
-            "a task, such as binary, multilabel or regression, since targets that are not whole numbers do not show it"
-        )
-    if task.name == "binary":
-        return "one logit and one target for each example"
-    if task.form != "classes":
-        return "a number for each target"
-    return "logits [N, C, ...] of at least two classes, and whole numbers [N, ...] or [N, 1, ...]"
-
-
-def _form(value: object) -> str:
-    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+# The outputs and targets that metrics need, in words, by the form of the task.
+_NEEDED = {
+    "classes": "logits [N, C, ...] of at least two classes, and whole numbers [N, ...] or [N, 1, ...]; in a binary "
+    "task one logit and one target for each example",
+    "labels": "a number for each target",
+    "numbers": "a number for each target",
+    "": "a task, such as binary, multilabel or regression, since targets that are not whole numbers do not show it",
+}
 
 
 # --- from counts ---
@@ -214,8 +207,8 @@ class Measurement:
         pair = metric_inputs(self.task, outputs, targets)
         if pair is None and self._named:
             raise SettingsError(
-                f"metric {self._named[0]!r} cannot be computed: the model returned {_form(logits_of(outputs))}, and "
-                f"the targets are {_form(targets)}; expected {_needed(self.task)}; or give a function as metric"
+                f"metric {self._named[0]!r} cannot be computed: the model returned {form_of(logits_of(outputs))}, and "
+                f"the targets are {form_of(targets)}; expected {_NEEDED[self.task.form]}; or give a function as metric"
             )
         countable = pair if self.task.form != "numbers" else None
         self._counts.append(countable and count_predictions(self.task, *countable, by_class=self._by_class))
@@ -329,7 +322,7 @@ class InUnits:
     def __call__(self, model: nn.Module, inputs: object, outputs: Outputs) -> Tensor:
         values = logits_of(outputs)
         if not isinstance(values, Tensor):
-            raise SettingsError(f"data.targets is 'scale', which is for a tensor; the model returned {_form(values)}")
+            raise SettingsError(f"data.targets is 'scale', which is for a tensor; the model returned {form_of(values)}")
         return values * self.deviation.to(values) + self.mean.to(values)
 
 

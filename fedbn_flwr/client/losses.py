@@ -22,6 +22,10 @@ def logits_of(outputs: Outputs) -> Outputs:
     return getattr(outputs, "logits", outputs)
 
 
+def form_of(value: object) -> str:
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
 def cross_entropy(
     logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, class_weights: Tensor | None = None
 ) -> Tensor:
@@ -35,22 +39,19 @@ def cross_entropy(
     need a loss whose mean does not.
     """
     logits, weight = logits_of(logits), class_weights
-    if not isinstance(logits, Tensor):
+    is_tensor = isinstance(logits, Tensor)
+    targets = without_channel(logits, targets) if is_tensor else targets
+    if is_tensor and targets.is_floating_point():  # probabilities of the classes
+        fits = logits.ndim <= 2 and targets.shape == logits.shape
+    else:
+        fits = is_tensor and targets.shape == logits.shape[:1] + logits.shape[2:]
+    if not fits:
         raise SettingsError(
-            f"the model returned a {type(logits).__name__}, and the cross entropy needs a tensor of logits, or an "
-            "object that has it as `logits`; give a loss of your own, a function of what the model returns"
+            f"the model returned {form_of(logits)} for targets {form_of(targets)}; the cross entropy needs a tensor of "
+            "logits [N, C, ...], or an object that has it as `logits`, and class numbers [N, ...] or [N, 1, ...]. For "
+            "other targets set the task (regression, binary, multilabel), or give a loss of your own"
         )
-    if targets.is_floating_point() and (logits.ndim > 2 or targets.shape != logits.shape):
-        raise SettingsError(
-            "the targets are floating-point numbers, and the cross entropy needs class numbers; set the task "
-            "(regression, binary, multilabel), or give a loss of your own"
-        )
-    targets, dense = without_channel(logits, targets), logits.ndim > 2
-    if not targets.is_floating_point() and targets.shape != logits.shape[:1] + logits.shape[2:]:
-        raise SettingsError(
-            f"the model returned {list(logits.shape)} for targets {list(targets.shape)}; the cross entropy needs "
-            "logits [N, C, ...] and class numbers [N, ...] or [N, 1, ...]"
-        )
+    dense = logits.ndim > 2
     if not (dense or label_smoothing) and weight is None:
         return F.cross_entropy(logits, targets)
     if weight is not None:
@@ -97,8 +98,7 @@ def aligned(outputs: Outputs, targets: Tensor) -> tuple[Tensor, Tensor]:
     outputs = logits_of(outputs)
     if not one_for_each(outputs, targets):
         raise ValueError(
-            f"the model returned {list(outputs.shape)} for targets {list(targets.shape)}; expected a number for each "
-            "target"
+            f"the model returned {form_of(outputs)} for targets {form_of(targets)}; expected a number for each target"
         )
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     return outputs.reshape(targets.shape).to(dtype), targets.to(dtype)

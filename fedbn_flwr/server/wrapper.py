@@ -49,11 +49,10 @@ class Wrapper(Rule):
     def __init__(self, strategy: Strategy, needs: Mapping[str, str] = types.MappingProxyType({})) -> None:
         name, kind = str(self), cast(type, type(strategy))
         if not issubclass(kind, Strategy):
-            found = f"{kind.__module__}.{kind.__name__}, expected a flwr.serverapp.strategy.Strategy"
-            if issubclass(kind, type):
-                given = cast(type, strategy).__name__
-                found = f"the class {given}; write {given}()"
-            raise TypeError(f"{name} wraps a strategy, for instance {name}(FedAvg(), ...); found {found}")
+            raise TypeError(
+                f"{name} wraps an object of a flwr.serverapp.strategy.Strategy, for instance {name}(FedAvg(), ...); "
+                f"found {strategy!r}, a {kind.__module__}.{kind.__name__}"
+            )
         self.strategy = strategy
         inside = as_rule(strategy)
         self.chain, self.base = (self, *inside.chain), inside.base

@@ -408,11 +408,16 @@ def old_server(strategy: Any, grid: Any) -> None:
     ServerApp(server_fn=lambda context: components)(grid, Context(1, 0, {}, RecordDict(), {}))
 
 
-def test_a_strategy_of_the_old_api_is_not_wrapped() -> None:
-    with pytest.raises(TypeError, match=r"found flwr\.server\.strategy\.\S*FedAvg, expected a flwr\.serverapp"):
-        FixBN(old.FedAvg())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"found the class FedAvg; write FedAvg\(\)"):
-        FixBN(FedAvg)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("strategy", "found"),
+    [(old.FedAvg(), r".*, a flwr\.server\.strategy\.\S*FedAvg"), (FedAvg, "<class .*FedAvg'>"), ("FedAvg", "'FedAvg'")],
+)
+def test_what_is_no_strategy_is_not_wrapped(strategy: Any, found: str) -> None:
+    words = (
+        r"^FixBN wraps an object of a flwr.serverapp.strategy.Strategy, for instance FixBN\(FedAvg\(\), ...\); found "
+    )
+    with pytest.raises(TypeError, match=words + found):
+        FixBN(strategy)
 
 
 @pytest.mark.parametrize("make", [FedAvg, Scaffold, lambda: FixBN(flower.FedAvg(), freeze_round=0)])

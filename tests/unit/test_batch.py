@@ -60,9 +60,9 @@ def test_a_client_trains_and_evaluates_the_same_on_batches_of_any_form(
         (
             {"photo": IMAGES, "label": LABELS},
             None,
-            "a batch is a dict with the keys 'photo', 'label'; expected one key",
+            "a batch is a dict with the keys 'photo', 'label'; expected a pair .* one key for the inputs .img, image,",
         ),
-        ({"img": IMAGES, "x": IMAGES, "y": LABELS}, None, "a dict with the keys 'img', 'x', 'y'; expected one key"),
+        ({"img": IMAGES, "x": IMAGES, "y": LABELS}, None, "a dict with the keys 'img', 'x', 'y'; expected a pair"),
         ((IMAGES, LABELS, LABELS), None, "a batch is a tuple of Tensor, Tensor, Tensor; expected a pair"),
         (IMAGES, None, "a batch is a Tensor; expected a pair"),
         ((IMAGES.numpy(), LABELS.numpy()), None, "a batch is a tuple of ndarray, ndarray; expected a pair"),

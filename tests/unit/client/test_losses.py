@@ -36,15 +36,16 @@ def test_it_is_the_sum_of_weighted_losses_over_the_number_of_images(smoothing: f
 @pytest.mark.parametrize(
     ("outputs", "targets", "words"),
     [
-        ({"out": torch.zeros(2, 3)}, torch.zeros(2, dtype=torch.int64), "the model returned a dict, and"),
-        (torch.zeros(2, 3), torch.zeros(2), "the targets are floating-point numbers, and"),
+        ({"out": torch.zeros(2, 3)}, torch.zeros(2, dtype=torch.int64), "the model returned a dict for .* as `logits`"),
+        (torch.zeros(2, 3), torch.zeros(2), r"for targets \[2.*\] of torch.float32; .* class numbers"),
         (
             torch.zeros(2, 3, 4, 4), torch.zeros(2, 1, 8, 8, dtype=torch.int64),
-            r"the model returned \[2, 3, 4, 4\] for targets \[2, 8, 8\]; .* class numbers \[N, ...\] or \[N, 1, ...\]",
+            r"returned \[2, 3, 4, 4\] of .* for targets \[2, 8, 8\] of .* class numbers \[N, ...\] or \[N, 1, ...\]",
         ),
         (torch.zeros(2, 3), torch.zeros(2, 2, dtype=torch.int64), r"for targets \[2, 2\]"),
         (torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.int64), r"for targets \[2, 3\]"),
-        (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4), "the targets are floating-point numbers, and"),
+        (torch.zeros(2, 3, 4, 4), torch.zeros(2, 3, 4, 4), r"\[2, 3, 4, 4\] of torch.float32; .* set the task"),
+        (torch.zeros(2, 3, 4), torch.zeros(2, 4), r"for targets \[2, 4\] of torch.float32"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_compare_is_named(outputs: Any, targets: Tensor, words: str) -> None:
@@ -138,5 +139,5 @@ def test_losses_by_name_are_means_over_examples_whatever_the_batches(name: str) 
 
 @pytest.mark.parametrize(("outputs", "targets"), [((12, 3), (12,)), ((12, 3), (3, 12)), ((12, 1), (12, 3))])
 def test_outputs_without_a_target_each_are_refused(outputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"the model returned \[.*\] for targets \[.*\]; expected a number for each"):
+    with pytest.raises(ValueError, match=r"returned \[.*\] of .* for targets \[.*\] of .*; expected a number for each"):
         make_loss("mse")(torch.zeros(outputs), torch.zeros(targets))
