@@ -93,12 +93,11 @@ class _App(ClientApp):
         content = {*message.content} if message.has_content() else set()
         old = {"fitins.parameters", "evaluateins.parameters"}
         if message.metadata.message_type.startswith("get_") or old & content:
-            problem = (
+            problem = MessageError(
                 "the server has a strategy of Flower's old API, flwr.server.strategy, and this client only works "
                 "with flwr.serverapp.strategy (docs/old-api.md)"
             )
-            log_once(f"a client could not answer: {problem}{_ONLY_LOGGED}", ERROR)
-            raise ClientFailed(f"this client could not answer: {problem}")
+            raise _client_error(context, "answer", problem, _ONLY_LOGGED)
         return super().__call__(message, context)
 
     def __reduce__(self) -> tuple[Callable[..., ClientApp], tuple[object, ...]]:
@@ -276,12 +275,9 @@ def _statistics(request: Request) -> RecordDict:
     return request.reply(request.client().statistics_round(unpack(sent_model(request.message.content)), request.config))
 
 
-def _sums(request: Request) -> RecordDict:
-    return RecordDict({"arrays": pack({"sums": request.client().sums()}), **request.claim()})
-
-
-def _survey(request: Request) -> RecordDict:
-    return RecordDict({"arrays": pack(request.client().survey()), **request.claim()})
+def _about_data(request: Request) -> RecordDict:
+    arrays = request.client().about_data(request.message.metadata.message_type)
+    return RecordDict({"arrays": pack(arrays), **request.claim()})
 
 
 def _extension(request: Request) -> RecordDict:
@@ -313,8 +309,8 @@ _HANDLERS: dict[str, tuple[str, Handler]] = {
     protocol.EXCHANGE_QUERY: (_LAYERWISE, _train_by_messages),
     protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
     protocol.PARTITION_QUERY: ("report its partition", _partition),
-    protocol.SUMS_QUERY: ("send the sums of its columns", _sums),
-    protocol.SURVEY_QUERY: ("take part in a survey", _survey),
+    protocol.SUMS_QUERY: ("send the sums of its columns", _about_data),
+    protocol.SURVEY_QUERY: ("take part in a survey", _about_data),
 }
 
 

@@ -275,13 +275,9 @@ class BNClient(NumPyClient):
             statistics, batches = self._statistics(rules, local)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
-    def sums(self) -> np.ndarray:
-        """The answer to `query.sums`."""
-        raise MessageError("it has no sums of its columns; the client of an experiment has them")
-
-    def survey(self) -> Arrays:
-        """The answer to `query.survey`."""
-        raise MessageError("it cannot say how its data are; the client of an experiment can")
+    def about_data(self, query: str) -> Arrays:
+        """The answer to `query.sums` or `query.survey`."""
+        raise MessageError(f"it cannot answer {query}; the client of an experiment can")
 
     # --- arrays by position, for Flower's NumPyClient ---
 

@@ -191,12 +191,11 @@ def contribution_problem(contribution: Contribution, unfinished: Collection[str]
             f"its batch has {contribution.batch} examples and {contribution.values} values per channel; expected one "
             "or more of each"
         )
-    if kind not in _TENSORS:
-        return f"it sent {shown(kind)}; expected one of {', '.join(_TENSORS)}"
+    if {*contribution.tensors} != _TENSORS.get(kind):
+        forms = ", ".join(f"{kind} with {sorted(names)}" for kind, names in _TENSORS.items())
+        return f"it sent {shown(kind)} with {shown(sorted(contribution.tensors))}; expected one of {forms}"
     if kind == "gradients" and contribution.layer not in unfinished:
         return f"it sent gradients of the layer {shown(contribution.layer)}; expected one of {[*unfinished]}"
-    if set(contribution.tensors) != _TENSORS[kind]:
-        return f"{kind} has {sorted(contribution.tensors)}; expected {sorted(_TENSORS[kind])}"
     for name, array in contribution.tensors.items():
         if array.dtype.kind != "f" or array.ndim != 1 or not array.size:
             return f"{name!r} is {array.dtype} of shape {array.shape}; expected floats, one per channel"

@@ -278,12 +278,11 @@ class ExperimentClient(BNClient):
     def columns(self) -> Schema:
         return self._parts.dataset.schema
 
-    def sums(self) -> Sums:
-        return self._parts.sums()
-
-    def survey(self) -> Arrays:
-        """What the client says about its data, if its site has agreed."""
+    def about_data(self, query: str) -> Arrays:
+        """The sums of its columns, or what a survey asks for, if the client's site has agreed."""
         parts = self._parts
+        if query == protocol.SUMS_QUERY:
+            return {"sums": parts.sums()}
         if not parts.takes_part:
             raise MessageError("this site has not agreed to surveys; it does by survey=true in its node config")
         parts.check_sums()

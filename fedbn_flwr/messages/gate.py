@@ -83,18 +83,15 @@ def _checked_reply(reply: Message) -> Message:
 
 
 def _check_metrics(metrics: MetricRecord) -> None:
-    if len(metrics) > _MOST_METRICS:
-        raise MessageError(f"it has {len(metrics)} metrics; at most {_MOST_METRICS} are accepted")
+    longest = max(metrics, key=len, default="")
     size = sum(len(key.encode()) + 8 * (len(value) if isinstance(value, list) else 1) for key, value in metrics.items())
-    if size > _MOST_BYTES:
+    if len(metrics) > _MOST_METRICS or len(longest) > _LONGEST_NAME or size > _MOST_BYTES:
         raise MessageError(
-            f"its metrics have {size:,} bytes of names and numbers; at most {_MOST_BYTES:,} are accepted"
+            f"it has {len(metrics):,} metrics, names of up to {len(longest):,} characters ({shown(longest)}), and "
+            f"{size:,} bytes of names and numbers; at most {_MOST_METRICS:,}, {_LONGEST_NAME:,} and {_MOST_BYTES:,} "
+            "are accepted"
         )
     for key, value in metrics.items():
-        if len(key) > _LONGEST_NAME:
-            raise MessageError(
-                f"its metric {shown(key)} has a name of {len(key)} characters; at most {_LONGEST_NAME} are accepted"
-            )
         if key in (protocol.PARTITION, protocol.STATE_ROUND):
             _check_whole(key, value)
             continue

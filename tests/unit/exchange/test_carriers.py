@@ -109,8 +109,11 @@ MOMENTS = Contribution("norm", "moments", {"mean": np.zeros(2), "var": np.ones(2
         (replace(MOMENTS, kind="gradients"), r"gradients of the layer 'norm'; expected one of \['first'\]"),
         (replace(MOMENTS, batch=0), "0 examples and 8 values per channel; expected one or more"),
         (replace(MOMENTS, values=0), "4 examples and 0 values per channel; expected one or more"),
-        (replace(MOMENTS, kind="median"), "sent 'median'; expected one of moments"),
-        (replace(MOMENTS, tensors={"mean": np.zeros(2)}), r"moments has \['mean'\]; expected \['mean', 'var'\]"),
+        (replace(MOMENTS, kind="median"), r"sent 'median' with \['mean', 'var'\]; expected one of moments with"),
+        (
+            replace(MOMENTS, tensors={"mean": np.zeros(2)}),
+            r"sent 'moments' with \['mean'\]; expected one of moments with \['mean', 'var'\], ",
+        ),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(2, np.int64)}), "expected floats"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros((2, 2))}), "one per channel"),
         (replace(MOMENTS, kind="mean", tensors={"mean": np.zeros(0)}), "one per channel"),

@@ -172,24 +172,23 @@ def test_metrics_that_the_files_name_alike_are_checked_alike() -> None:
     ]
 
 
-def test_a_reply_has_a_limited_number_of_metrics_with_short_names() -> None:
-    assert reasons([reply(**{f"own@{number}-accuracy": 0.5 for number in range(999)})]) == [None]
-    assert reasons([reply(**{f"own@{number}-accuracy": 0.5 for number in range(1000)})]) == [
-        "it has 1001 metrics; at most 1000 are accepted"
-    ]
-    assert "has a name of 1001 characters; at most 1000 are accepted" in str(reasons([reply(**{"x" * 1001: 0.5})])[0])
-
-
-def test_a_reply_has_a_limited_size_of_metrics() -> None:
+def test_a_reply_has_a_limited_number_of_metrics_with_short_names_and_a_limited_size() -> None:
     """Each is a line of the run's files: 990 names of 980 characters would be a megabyte for each round and client."""
-    given = {"num-examples": 8, **{f"{number:0980}": 0.5 for number in range(990)}}
-    size = len("num-examples") + 8 + 990 * (980 + 8)
-    assert reasons([reply(**given)]) == [
-        f"its metrics have {size:,} bytes of names and numbers; at most 262,144 are accepted"
-    ]
+    many = {f"own@{number}-accuracy": 0.5 for number in range(1000)}
     of_classes = [0.5] * 21_841
-    assert reasons([reply(recalls=of_classes)]) == [None], "ImageNet's 21,841 classes"
-    assert "bytes of names and numbers" in str(reasons([reply(recalls=of_classes, precisions=of_classes)])[0])
+    assert reasons([reply(**dict([*many.items()][1:])), reply(recalls=of_classes)]) == [None, None], (
+        "ImageNet's classes"
+    )
+    long_ = {f"{number:0980}": 0.5 for number in range(990)}
+    size = len("num-examples") + 8 + 990 * (980 + 8)
+    limits = "at most 1,000, 1,000 and 262,144 are accepted"
+    for given, found in (
+        (many, "it has 1,001 metrics, "),
+        ({"x" * 1001: 0.5}, "names of up to 1,001 characters ('xxx"),
+        (long_, f"{size:,} bytes of names and numbers; {limits}"),
+        ({"recalls": of_classes, "precisions": of_classes}, limits),
+    ):
+        assert found in str(reasons([reply(**given)])[0])
 
 
 @pytest.mark.parametrize(
