@@ -21,7 +21,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FedTAN, FedTANII, FedWon, FixBN, HeteroBN
+from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedBS, FedProx, FedTAN, FedTANII, FedWon, FixBN, HeteroBN, SiloBN
 from tests.support.federations import Changed, near, same
 from tests.support.fixtures import Batches
 from tests.support.marks import slow_except
@@ -283,3 +283,27 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 def test_arguments_that_mean_nothing_are_named(make: Callable[[], Any], words: str) -> None:
     with pytest.raises((SettingsError, TypeError), match=words):
         make()
+
+
+NO_NORM = r", and no array of the model is a batch norm's .* add batch norm to the network or, .* send the whole state "
+NO_NORM += r"dict: ArrayRecord\(model.state_dict\(\)\). .* set model.norm=bn. Or use "
+
+
+@pytest.mark.parametrize(
+    ("make", "norm", "words"),
+    [
+        (FedBN, "gn", rf"FedBN keeps batch norm \(affine and statistics\) on the clients{NO_NORM}FedAvg"),
+        (SiloBN, "none", rf"SiloBN keeps batch norm \(statistics\) on the clients{NO_NORM}FedAvg"),
+        (FedTAN, "gn", f"FedTAN exchanges batch norm's statistics{NO_NORM}FedAvg"),
+        (partial(FixBN, FedAvg()), "gn", f"FixBN freezes batch norm{NO_NORM}the base strategy alone"),
+        (partial(FixBN, FedAvg()), "parameters", f"FixBN freezes batch norm{NO_NORM}the base strategy alone"),
+        (HBN, "bn", "HBN trains hybrid batch norm, and the model has none; use model.norm=hbn, or convert_norm.*"),
+        (HeteroBN, "bn", r"HeteroBN .*, but the model tracks .* \('1.running_mean'\); use model.norm=sbn, or .*"),
+        (FedWon, "bn", r"FedWon is .*, but the model has batch norm \('1.running_mean'\); use a model with .*=won, .*"),
+    ],
+)
+def test_strategies_name_what_their_model_lacks_before_training(make: Any, norm: str, words: str) -> None:
+    """The parameters alone are not the whole model."""
+    state = dict(tiny().named_parameters()) if norm == "parameters" else convert_norm(tiny(), norm).state_dict()
+    with pytest.raises(SettingsError, match=f"^{words}$"):
+        make().begin(2, pack({key: value.detach().numpy() for key, value in state.items()}))

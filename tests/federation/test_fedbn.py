@@ -5,18 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torchvision
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, Strategy
 from torch import nn
 
-from fedbn_flwr import LocalGrid, convert_norm
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr import LocalGrid
+from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import FedAvg, FedBN, FixBN, MeanStatistics, SiloBN, Standalone
@@ -46,11 +44,6 @@ def test_a_flower_project_s_clients_store_their_state_in_the_folder_of_the_node_
 # --- against a twin ----------------------------------------------------------
 
 
-def private(strategy: Strategy) -> Strategy:
-    """Flower's wrapper, without noise, whose start() is called."""
-    return DifferentialPrivacyServerSideFixedClipping(strategy, 0.0, 100.0, 2)
-
-
 @every_rule
 def test_a_run_s_name_and_token_in_the_training_config_are_those_of_its_evaluations(
     federation: Federations, rule: str
@@ -62,18 +55,6 @@ def test_a_run_s_name_and_token_in_the_training_config_are_those_of_its_evaluati
         RULES[rule][0]().start(fed.grid(), fed.arrays(), num_rounds=2, train_config=config) for config in (None, named)
     )
     assert second.evaluate_metrics_clientapp == first.evaluate_metrics_clientapp
-
-
-@every_rule
-@pytest.mark.parametrize(("norm", "around"), [("none", lambda rule: rule), ("gn", lambda rule: rule), ("gn", private)])
-def test_a_model_without_batch_norm_is_refused(federation: Federations, rule: str, norm: str, around: Any) -> None:
-    def net() -> nn.Module:
-        layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
-        return convert_norm(layers, norm)
-
-    fed = federation((8, 12), model=net)
-    with pytest.raises(SettingsError, match=r"keeps batch norm \(.*and no array of the model is .* Or use FedAvg"):
-        around(RULES[rule][0]()).start(fed.grid(), fed.arrays(), num_rounds=2)
 
 
 def test_batch_norms_of_which_some_track_no_statistics_are_refused(federation: Federations) -> None:

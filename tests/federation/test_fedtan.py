@@ -18,7 +18,7 @@ from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.engines.metered import MeteredGrid
-from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
+from fedbn_flwr.errors import RoundSkipped, RunFailed
 from fedbn_flwr.exchange.carriers import Answers, ByMessages, Cohort
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
@@ -337,9 +337,3 @@ def test_fedtan_ii_is_fedtan_then_frozen_statistics(federation: Federations) -> 
     twin[1].eval(), twin[4].eval()
     sgd(twin, [union(fed)] * 2, lr=0.1)
     assert distance(models[4], {key: value.numpy() for key, value in twin.state_dict().items()}) < 1e-10
-
-
-def test_a_model_without_batch_norm_is_refused(federation: Federations) -> None:
-    fed = federation((4, 4), model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 3)))
-    with pytest.raises(SettingsError, match=r"model\.norm=bn"):
-        last_model(fed, FedTAN(fraction_evaluate=0.0), 1)

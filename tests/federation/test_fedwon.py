@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, build_model, client_app, convert_norm
-from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.wsconv import RELU_GAMMA, StdConv2d
 from fedbn_flwr.strategies import FedWon
@@ -212,9 +211,3 @@ def asked(federation: Federations, strategy: FedWon) -> set[Any]:
 )
 def test_clients_are_asked_to_clip(federation: Federations, options: dict[str, Any], clip: float | None) -> None:
     assert asked(federation, FedWon(fraction_evaluate=0.0, **options)) == {clip}
-
-
-def test_a_model_with_batch_norm_is_refused(federation: Federations) -> None:
-    fed = federation()
-    with pytest.raises(SettingsError, match=r"the model has batch norm \('1\.running_mean'\).*model\.norm=won"):
-        FedWon().start(fed.grid(), fed.arrays(), num_rounds=1)

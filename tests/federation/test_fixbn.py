@@ -13,11 +13,10 @@ import flwr.serverapp.strategy as flower
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
-from torch import nn
 
-from fedbn_flwr import BNClient, client_app, convert_norm
+from fedbn_flwr import BNClient, client_app
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTANII, FixBN, MeanStatistics, SiloBN
 from tests.support.federations import Arrays, Federations, failing, models_of, near, same
@@ -243,21 +242,6 @@ def test_a_client_that_fails_in_a_frozen_round_or_cannot_be_made_is_left_out(
     app = failing(fed, lambda client, config: client == 2 and fails(config), OSError("gone"))
     models = models_of(fed, FixBN(FedAvg(), freeze_round=1), 2, app)
     assert moved(models[1], models[2]) == WEIGHTS | AFFINE
-
-
-def test_a_model_without_batch_norm_is_refused(federation: Federations) -> None:
-    def net() -> nn.Module:
-        layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 3))
-        return convert_norm(layers, "gn")
-
-    with pytest.raises(SettingsError, match=r"FixBN freezes batch norm, and no array .* add batch norm to the network"):
-        models_of(federation(model=net), FixBN(FedAvg(), freeze_round=1), 2)
-
-
-def test_parameters_without_statistics_are_not_the_whole_model(federation: Federations) -> None:
-    parameters = {key: value.detach() for key, value in federation().model.named_parameters()}
-    with pytest.raises(SettingsError, match=r"send the whole state dict: ArrayRecord\(model.state_dict\(\)\)"):
-        FixBN(FedAvg(), freeze_round=1).begin(2, ArrayRecord(parameters))
 
 
 def test_around_flower_s_own_fedavg_and_fedprox(federation: Federations) -> None:

@@ -181,13 +181,6 @@ def test_what_it_cannot_do_is_an_error(make: Any, reason: str) -> None:
         make()
 
 
-def test_a_model_without_hybrid_batch_norm_is_an_error(federation: Federations) -> None:
-    with pytest.raises(
-        SettingsError, match=r"HBN trains hybrid batch norm, and the model has none; use model\.norm=hbn"
-    ):
-        models_of(federation(), HBN(), 1)
-
-
 def test_other_strategies_train_the_layer_as_a_batch_norm(federation: Federations) -> None:
     """With GlobalMomentum around HBN too; and after FedAvg its statistics have followed the batches."""
     fed = federation((6, 9), model=hybrid_net, lr=0.05, momentum=0.9)
