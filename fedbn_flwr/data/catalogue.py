@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from . import Moments, Size
-from .watch import PACKAGE
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ CATALOGUE: Mapping[str, Entry] = {
         classes=7,
         channels=6,
         size=None,
-        embedded=PACKAGE,
+        embedded="seglearn",
     ),
     "cifar10": Entry(
         "CIFAR-10",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, tensors
-from fedbn_flwr.errors import DataError, did_you_mean, log_once
+from fedbn_flwr.errors import DataError, log_once
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, Task
 
 from . import Moments, Size
@@ -40,19 +40,6 @@ class Groups:
     names: tuple[str, ...]
     train: Tensor  # int64 [N], an index into names, -1 for another value; always on the CPU
     test: Tensor | None  # None if the test split has no such column
-
-    @classmethod
-    def of(cls, name: str, values: Sequence[Sequence[object] | None], wanted: Sequence[str] = ()) -> Groups:
-        """Groups by the values of one or both splits as texts: the wanted ones, in their order, or all, `in_order`."""
-        texts = [None if some is None else list(map(str, some)) for some in values]
-        known = in_order({text for some in texts for text in some or ()})
-        if unknown := [name for name in wanted if name not in known]:
-            hint = did_you_mean(unknown[0], known)
-            raise DataError(f"data.domains: {unknown[0]!r} is not a domain of {name!r}", f"; {hint}")
-        names = tuple(wanted) or tuple(known)
-        found = [None if some is None else numbers(some, names) for some in texts]
-        assert found[0] is not None, "the training split has the column"
-        return cls(names, found[0], found[-1])
 
     def select(self, train: Tensor, test: Tensor) -> Groups:
         return replace(self, train=self.train[train], test=None if self.test is None else self.test[test])
@@ -219,31 +206,34 @@ class DataSet(DataForm):
         kept = {key: some and some.select(train, test) for key, some in groups.items()}
         return replace(self, train=self.train.select(train), test=self.test.select(test), **kept)
 
-    def wanted(self) -> DataSet:
-        """Without the examples of unwanted classes and domains, whose numbers are -1; DataError if none is left."""
-        rows = []
-        for part, split, key in (("training", self.train, "train"), ("test", self.test, "test")):
-            group = getattr(self.domains, key, None)
-            rows.append((split.labels >= 0) & (torch.tensor(True) if group is None else group >= 0))
-            if not rows[-1].any():
-                of_domains = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
-                raise DataError(f"{self.name!r} has no {part} examples{of_domains}")
-        return self.select(*rows)
+    def usable(self, part: str, rows: Tensor, absent: Tensor | None) -> Tensor:
+        """Those of the rows of a split that have a wanted class and domain; DataError if none is left.
 
-    def complete(self, lacking: Mapping[str, Tensor]) -> DataSet:
-        """Without the examples that lack an input (NaN) or, by split, a label; the log has their number."""
-        rows = []
-        for part, key, split in (("training", "train", self.train), ("test", "test", self.test)):
-            there = [some for some in tensors(split.inputs) if isinstance(some, Tensor)]
-            absent = [some.isnan().reshape(len(split), -1).any(1) for some in there]
-            rows.append(~torch.stack([*absent, lacking.get(key, lacking["train"])]).any(0))
-            if not rows[-1].any():
+        `absent` are the rows of the table without a label. If it is given, neither they nor rows that lack an input
+        (NaN) are used; the log has their number.
+        """
+        words = {"train": "training"}.get(part, part)
+        if absent is not None:
+            gaps = [
+                some.isnan().reshape(len(absent), -1).any(1)
+                for some in tensors(self.train.inputs)
+                if isinstance(some, Tensor)
+            ]
+            there = rows[~torch.stack([absent, *gaps]).any(0)[rows]]
+            if not len(there):
                 raise DataError(
-                    f"every {part} example of {self.name!r} ({len(split)}) lacks an input or a label, so none is left"
+                    f"every {words} example of {self.name!r} ({len(rows)}) lacks an input or a label, so none is left"
                 )
-            if (dropped := int((~rows[-1]).sum())) and (part == "training" or split is not self.train):
-                log_once(f"data.missing: drop leaves out {dropped} of {len(split)} {part} examples of {self.name!r}")
-        return self.select(*rows)
+            if dropped := len(rows) - len(there):
+                log_once(f"data.missing: drop leaves out {dropped} of {len(rows)} {words} examples of {self.name!r}")
+            rows = there
+        rows = rows[self.train.labels[rows] >= 0]
+        if (domains := getattr(self.domains, part, None)) is not None:
+            rows = rows[domains[rows] >= 0]
+        if not len(rows):
+            of_domains = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
+            raise DataError(f"{self.name!r} has no {words} examples{of_domains}")
+        return rows
 
     def standardised(self) -> DataSet:
         """With inputs of zero mean and unit deviation over the training examples of each group, or of all."""

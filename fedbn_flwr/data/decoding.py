@@ -13,14 +13,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 
-import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 from PIL import Image
 
@@ -30,6 +28,7 @@ from fedbn_flwr.trees import Json
 
 from . import IGNORED, Size
 from .examples import Examples
+from .table import Table
 
 _MARGIN = 224 / 256  # share of the side that a centre crop keeps, as is usual for ImageNet
 _AHEAD = 64  # images that are decoded before they are written
@@ -44,8 +43,8 @@ class Files:
 
     Parameters
     ----------
-    split, column
-        A split of `datasets`, and its column of images.
+    table, column
+        A table, and its column of images.
     name
         The data set's name in error messages.
     size
@@ -63,9 +62,9 @@ class Files:
         The least number of channels: with 3, greyscale images become images of three equal channels.
     """
 
-    split: datasets.Dataset
+    table: Table = field(repr=False)
     column: str
-    name: str
+    name: str = field(repr=False)
     size: Size | None = None
     fit: str = "stretch"
     masks: str | None = None
@@ -76,11 +75,11 @@ class Files:
     def decoded(self, chosen: Examples) -> Examples:
         """The examples with their images, uint8 [N, C, H, W], and perhaps masks, uint8 [N, H, W]."""
         assert chosen.rows is not None, "examples of a table have rows"
-        rows, how = chosen.rows.numpy(), replace(self, split=None, name="")
-        key = hashlib.sha256(f"7|{self.split._fingerprint}|{how}|{self._stamps()}|".encode() + rows.tobytes())
+        rows = chosen.rows.numpy()
+        key = hashlib.sha256(f"8|{self.table.fingerprint}|{self}|{self._stamps()}|".encode() + rows.tobytes())
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedbn-flwr"
         folder = Path(os.environ.get("FEDBN_CACHE") or cache)
-        names = [f"{key.hexdigest()[:24]}.{column}.npy" for column in range(len(self._files.column_names))]
+        names = [f"{key.hexdigest()[:24]}.{column}.npy" for column in range(len(self._files))]
         _used.update(names)
         with suppress(OSError, ValueError, EOFError):  # absent or damaged
             return _mapped(folder, names, chosen)
@@ -107,8 +106,7 @@ class Files:
             opened = [stack.enter_context(file.open("wb")) for file in files]
             pool = stack.enter_context(ThreadPoolExecutor(cores()))  # PIL decodes outside the interpreter lock
             for some in np.split(rows, range(_AHEAD, len(rows), _AHEAD)):
-                decoded = pool.map(self._decoded, some, *self._files[some].values())
-                images, *masks = zip(*decoded, strict=True)
+                images, *masks = zip(*pool.map(self._decoded, some), strict=True)
                 if max(map(len, images)) > channels:
                     return False
                 sizes |= {image.shape[1:] for image in images}
@@ -125,19 +123,15 @@ class Files:
                     file.write(np.stack(arrays).tobytes())
         return True
 
-    @cached_property
-    def _files(self) -> datasets.Dataset:
-        """The columns of images and masks as bytes or paths, not decoded."""
-        columns = [self.column] if self.masks is None else [self.column, self.masks]
-        split = self.split.select_columns(columns)
-        for column in columns:  # not by cast(), which writes a copy
-            split = split.cast_column(column, datasets.Image(decode=False))
-        return split
+    @property
+    def _files(self) -> list[pa.ChunkedArray]:
+        """The bytes or paths of images, and of masks."""
+        return [self.table.columns[column] for column in (self.column, self.masks) if column is not None]
 
     def _stamps(self) -> str:
-        """A hash of the times and sizes of the rows' files; the split's fingerprint has their paths only."""
+        """A hash of the times and sizes of the rows' files; the table's fingerprint has their paths only."""
         facts = hashlib.sha256()
-        for content, paths in (column.flatten() for column in self._files.data.columns):
+        for content, paths in (column.flatten() for column in self._files):
             for path in paths.filter(content.is_null()).to_pylist():
                 with suppress(OSError, TypeError, ValueError):  # decoding it will raise an error that has the row
                     stat = os.stat(path)
@@ -146,12 +140,13 @@ class Files:
 
     # --- one row ---
 
-    def _decoded(self, row: int, item: Json, mask: Json = MappingProxyType({})) -> list[np.ndarray]:
+    def _decoded(self, row: int) -> list[np.ndarray]:
         """The image of a row at the model's size, uint8 [C, H, W], and its mask, uint8 [H, W], for segmentation."""
+        item, *mask = (column[row].as_py() or {} for column in self._files)
         picture = self._picture(item, row)
         found = [np.atleast_3d(np.asarray(self._fitted(picture))).transpose(2, 0, 1)]
         if self.masks is not None:
-            labels = self._mask(mask, row)
+            labels = self._mask(mask[0], row)
             if picture.size != labels.size:
                 raise DataError(
                     f"{self.name!r}: row {row} has an image of {picture.height}x{picture.width} pixels, but a mask of "

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedbn_flwr.batch import Value, count, first, map_tensors, tensors
 
-from .streamed import Streamed
-
+_AT_ONCE = 64  # items of a torch `Dataset`
 MASK = "mask"  # the entry of a dict of inputs that is true at real positions, bool [N, T]
 
 
@@ -27,6 +28,50 @@ def main_key(inputs: Mapping[str, Tensor]) -> str:
 
 
 @dataclass(frozen=True)
+class Streamed:
+    """Stands for a tensor [N, ...] of a torch `Dataset` larger than memory; it reads rows when a batch needs them."""
+
+    items: Any  # of each, the first value is the inputs
+    rows: Tensor  # int64 [N], the numbers of the items
+    made: Callable[[np.ndarray], Tensor] = torch.from_numpy  # a tensor of some items
+
+    @cached_property
+    def like(self) -> Tensor:
+        return self[:1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self), *self.like.shape[1:]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self) * self.like.nbytes
+
+    @property
+    def chunks(self) -> Iterator[slice]:
+        """The rows, some at a time."""
+        return (slice(start, start + _AT_ONCE) for start in range(0, len(self), _AT_ONCE))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, chosen: Tensor | slice) -> Tensor:
+        return self.made(np.stack([np.asarray(self.items[row][0]) for row in self.rows[chosen].tolist()]))
+
+    def __getattr__(self, name: str) -> Any:
+        """Type, device and so on, as a tensor with the first row has them."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.like, name)
+
+    def select(self, rows: Tensor) -> Streamed:
+        return replace(self, rows=self.rows[rows])
+
+    def to(self, *_: object, **__: object) -> Streamed:
+        return self  # the batches are sent
+
+
+@dataclass(frozen=True)
 class Examples:
     """The examples of a split."""
 
@@ -36,7 +81,7 @@ class Examples:
     # values of a regression, or 0 and 1 of several labels; or a dict of tensors
     targets: Value
     sent_to: torch.device | None = None  # the device to which each batch is sent, if the examples stay where they are
-    rows: Tensor | None = None  # int64 [N], the numbers of the examples in their table; always on the CPU
+    rows: Tensor | None = None  # int64 [N], the numbers of the examples in their table or split; always on the CPU
 
     def __len__(self) -> int:
         return count(self.targets)

@@ -16,40 +16,41 @@ import itertools
 import logging
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
+import pyarrow as pa
+from pyarrow import csv
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import DataError, did_you_mean
-from fedbn_flwr.trees import Draft, Tree
+from fedbn_flwr.trees import Draft
 
 from .catalogue import CATALOGUE, Entry
-from .paths import check_rights
 from .source import PARTS, Source
-from .table import PICTURES, Table, table_of
+from .table import FILE, PICTURES, Table, joined, table_of
 
 _EACH = 5  # of each class of a domain without lists, every fifth image is a test image
 _CLASS = r"(?P<label>[^./][^/]*)/.+"  # the path of an image file below its folder
 
-Rows = Any  # a `datasets.Dataset`, or a mapping of arrays
-Row = dict[str, str | None]  # an image file, and the values of other columns
+Rows = Any  # a `datasets.Dataset`, an Arrow table, a mapping of arrays, or a list of image files
+Row = dict[str, Any]  # an image file, and the values of other columns
 Splits = dict[str, Rows]  # "train" and "test"
 Readers = Mapping[str, Callable[[Path, Sequence[Path]], Rows]]  # of the files of a split, by suffix
 
 
-def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tuple[dict[str, Table], Entry | None]:
-    """The tables of a data set in `folder` or on the hub, and its catalogue entry, which may follow from the layout."""
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
+def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tuple[Table, Entry | None]:
+    """The table of a data set in `folder` or on the hub, and its catalogue entry, which may follow from the layout."""
     if folder is not None:
         splits, entry = _folder(folder, source, entry)
-        return {part: _placed(folder, split, source) for part, split in splits.items()}, entry
+        base = folder if folder.is_dir() else folder.parent
+        return joined(
+            source.name, *(table_of(source.name, each, source.inputs, base) for each in splits.values())
+        ), entry
     if entry is None and "/" not in source.name:  # the hub need not be asked: half a minute without a network
         raise DataError(
             f"data.name={source.name!r}: there is no such data set; give a folder, OWNER/NAME of a data set on the "
@@ -63,15 +64,25 @@ def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tup
     return _hub(source, entry), entry
 
 
-def _hub(source: Source, entry: Entry | None) -> dict[str, Table]:
+def _datasets() -> Any:
+    """The package of the hub, which is imported for the hub and for Parquet files only."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every retry
+    return datasets
+
+
+def _hub(source: Source, entry: Entry | None) -> Table:
     name, hub = source.name, source.name if entry is None else entry.hub
-    revision, found = source.revision, {}
+    revision, found, datasets = source.revision, list[Table](), _datasets()
     names = [source.train or "train"]
     if not source.held_out:
         names.append(str(source.test or ("test" if entry is None else entry.test)))
     for part, split in zip(PARTS, names, strict=False):
         try:
-            found[part] = table_of(name, datasets.load_dataset(hub, split=split, revision=revision), source.inputs)
+            found.append(table_of(name, datasets.load_dataset(hub, split=split, revision=revision), source.inputs))
         except Exception as error:
             at = f" and data.revision={revision!r}" if revision else ""
             there = "" if hub == name else f" ({hub!r} there)"
@@ -81,8 +92,8 @@ def _hub(source: Source, entry: Entry | None) -> dict[str, Table]:
                 + (f", as data.root, where it is called {name}/" if there else ""),
                 f". {_root(error)}",
             ) from error
-        revision = found[part].commit or revision  # both splits are of one commit
-    return found
+        revision = found[-1].commit or revision  # both splits are of one commit
+    return joined(name, *found)
 
 
 def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, Entry | None]:
@@ -101,13 +112,14 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
         return _images({part: _cityscapes(folder, part, name) for part, name in given.items()}), CATALOGUE["cityscapes"]
     if found := _of_domains(folder, entry, {part: name or part for part, name in given.items()}):
         return _images(found), entry
-    found = _named(folder, source, given, _READERS)
-    columns = [getattr(split, "features", {}) for split in found.values()]  # of tables
+    found = {part: _split(folder, part, name, source, _READERS) for part, name in given.items()}
+    tables = [split.schema for split in found.values() if isinstance(split, pa.Table)]
     codes = [*source.label, source.domain or "domain", *filter(None, [source.group])]
-    kinds = {code: {getattr(features.get(code), "dtype", None) for features in columns} for code in codes}
+    kinds = {code: {str(table.field(code).type) for table in tables if code in table.names} for code in codes}
     if texts := [code for code, kind in kinds.items() if kind == {"string", "int64"}]:
         # The texts of one split happen to be numbers.
-        found = _named(folder, source, given, {**_READERS, ".csv": functools.partial(_csv, texts=texts)})
+        readers: Readers = {**_READERS, ".csv": functools.partial(_csv, texts=texts)}
+        found = {part: _split(folder, part, name, source, readers) for part, name in given.items()}
     return _images(found), entry
 
 
@@ -115,16 +127,16 @@ def open_new(source: Source, path: Path) -> Table:
     """All rows of a table, or all images of a folder, which are labelled if their folder has the name of a class."""
     check_rights(path)
     if not path.is_dir():
-        return _placed(path, _file(path), source)
+        return table_of(source.name, _file(path), source.inputs, path.parent)
+    image, label = (*source.inputs, "image")[0], source.label[0]
     files = _pictures(path)
     if not files:
         raise DataError(f"{str(path)!r} contains no images ({', '.join(sorted(PICTURES))})")
-    image, label = (*source.inputs, "image")[0], source.label[0]
-    names = [Path(file).parent.name for file in files]
-    labels = [name if name in source.class_names else None for name in names]
-    kinds = {image: datasets.Image(), label: datasets.Value("string")}
-    columns = {image: [str(path / file) for file in files], label: labels}
-    return table_of(source.name, datasets.Dataset.from_dict(columns, datasets.Features(kinds)))
+    rows: list[Row] = []
+    for file in files:
+        name = Path(file).parent.name
+        rows.append({image: {"path": str(path / file)}, label: name if name in source.class_names else None})
+    return Table(_listed(rows, [image]), (len(rows),))
 
 
 def _file(path: Path) -> Rows:
@@ -136,74 +148,50 @@ def _file(path: Path) -> Rows:
     return _READERS[path.suffix](path.parent, [path])
 
 
-def _named(folder: Path, source: Source, given: Tree, readers: Readers) -> Splits:
-    """The splits by the beginnings of their files' names."""
-    # Several sets have no public test labels; papers test on their validation split.
-    usual = {"train": ("train", "") if source.held_out else ("train",), "test": ("test", "val")}
-    found: Splits = {}
-    for part, name in given.items():
-        names = (name,) if name else usual[part]
-        there = (_split(folder, name, readers) for name in names)
-        found[part] = next((split for split in there if split is not None), None)
-        if found[part] is None:
-            present = sorted(file.name for file in folder.iterdir())[:8]
-            raise DataError(
-                f"data.name={str(folder)!r}: no {names[0]}*.parquet (or .csv, .npz) for data.{part}={names[0]!r}; "
-                f"images work too, as {names[0]}/CLASS/*.png, or CLASS/*.png or DOMAIN/CLASS/*.png with data.test: 0.2"
-                + ("; without test files, set data.test: 0.2 to hold out a share" if part == "test" else ""),
-                f". The folder contains {', '.join(present) or 'nothing'}",
-            )
-    return found
+def _split(folder: Path, part: str, given: str | None, source: Source, readers: Readers) -> Rows:
+    """The tables, or the image files, of a split: all files and folders whose names begin with its name.
 
-
-def _split(folder: Path, name: str, readers: Readers) -> Rows:
-    """A split of `datasets`, a mapping of arrays, or image files; None if the folder has none of this name.
-
-    It has all files and folders whose names begin with `name`; without a name, everything in the folder.
+    If a share is held out, everything in the folder may be for training.
     """
-    tables = {
-        suffix: sorted(folder.glob(f"{name}*{suffix}")) or sorted(folder.glob(f"*/{name}*{suffix}"))
-        for suffix in readers
-    }
-    kinds = [suffix for suffix, files in tables.items() if files]
-    if len(kinds) > 1:
-        raise DataError(
-            f"data.name={str(folder)!r}: the files of {name or 'the data'!r} are {', '.join(kinds)}; expected one kind",
-            f", found {', '.join(tables[suffix][0].name for suffix in kinds)}",
-        )
-    if kinds:
-        check_rights(folder, *tables[kinds[0]])
-        return readers[kinds[0]](folder, tables[kinds[0]])
-    if not name:
-        return _whole(folder)
-    there = sorted(path for path in folder.glob(f"{name}*/"))
-    rows = [row for path in there for row in _matching(path, _pictures(path), _CLASS)]
-    if there and not rows:
-        raise DataError(
-            f"data.name={str(folder)!r}: the folder of {name!r} contains no images in folders of classes; expected a "
-            "folder for each class",
-            f", {there[0].name}/CLASS/*.png",
-        )
-    return rows or None
-
-
-def _placed(path: Path, split: Rows, source: Source) -> Table:
-    """The table, in which paths of image files that are relative to its folder are valid wherever the process runs."""
-    column, base = source.inputs[0] if len(source.inputs) == 1 else "", path if path.is_dir() else path.parent
-    if not isinstance(split, Mapping) and str(getattr(split.features.get(column), "dtype", "")).endswith("string"):
-        split = split.map(
-            lambda texts: {
-                column: [os.path.join(base, t) if str(t).lower().endswith(tuple(PICTURES)) else t for t in texts]
-            },
-            batched=True,
-            input_columns=column,
-        )
-    return table_of(source.name, split, source.inputs)
+    # Several sets have no public test labels; papers test on their validation split.
+    usual = ("test", "val") if part == "test" else ("train", "") if source.held_out else ("train",)
+    names = (given,) if given else usual
+    for name in names:
+        tables = {
+            suffix: sorted(folder.glob(f"{name}*{suffix}")) or sorted(folder.glob(f"*/{name}*{suffix}"))
+            for suffix in readers
+        }
+        kinds = [suffix for suffix, files in tables.items() if files]
+        if len(kinds) > 1:
+            raise DataError(
+                f"data.name={str(folder)!r}: the files of {name or 'the data'!r} are {', '.join(kinds)}; expected one "
+                "kind",
+                f", found {', '.join(tables[suffix][0].name for suffix in kinds)}",
+            )
+        if kinds:
+            check_rights(folder, *tables[kinds[0]])
+            return readers[kinds[0]](folder, tables[kinds[0]])
+        there = sorted(folder.glob(f"{name}*/")) if name else []
+        rows = [row for path in there for row in _matching(path, _pictures(path), _CLASS)] if name else _whole(folder)
+        if there and not rows:
+            raise DataError(
+                f"data.name={str(folder)!r}: the folder of {name!r} contains no images in folders of classes; expected "
+                "a folder for each class",
+                f", {there[0].name}/CLASS/*.png",
+            )
+        if rows:
+            return rows
+    raise DataError(
+        f"data.name={str(folder)!r}: no {names[0]}*.parquet (or .csv, .npz) for data.{part}={names[0]!r}; "
+        f"images work too, as {names[0]}/CLASS/*.png, or CLASS/*.png or DOMAIN/CLASS/*.png with data.test: 0.2"
+        + ("; without test files, set data.test: 0.2 to hold out a share" if part == "test" else ""),
+        f". The folder contains {_content(folder, '*') or 'nothing'}",
+    )
 
 
 def _load(folder: Path, files: Sequence[Path]) -> Rows:
     paths = list(map(str, files))
-    return _read(folder, repr(paths[0]), datasets.load_dataset, "parquet", data_files=paths, split="train")
+    return _read(folder, repr(paths[0]), _datasets().load_dataset, "parquet", data_files=paths, split="train")
 
 
 def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows:
@@ -212,8 +200,6 @@ def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows
     An empty field, NA, NaN or null without quotes is a missing value. The first line shows whether columns are
     separated by commas, semicolons or tabs. Beside semicolons, numbers may have decimal commas.
     """
-    import pyarrow
-    from pyarrow import csv
 
     def table(file: Path) -> Any:
         with file.open(encoding="utf-8", errors="replace") as lines:
@@ -225,7 +211,7 @@ def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows
                 convert_options=csv.ConvertOptions(
                     strings_can_be_null=True,
                     quoted_strings_can_be_null=False,
-                    column_types=dict.fromkeys(texts, pyarrow.string()),
+                    column_types=dict.fromkeys(texts, pa.string()),
                     decimal_point=point,
                 ),
             )
@@ -237,16 +223,16 @@ def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows
                 f"data.name={str(folder)!r}: {file.name} has {number} columns {column!r}; rename all but one"
             )
         # Columns that are no numbers with points may be numbers with commas.
-        words = [field.name for field in found[0].schema if pyarrow.types.is_string(field.type)]
-        return pyarrow.table({name: found[-(name in words)].column(name) for name in found[0].column_names})
+        words = [field.name for field in found[0].schema if pa.types.is_string(field.type)]
+        return pa.table({name: found[-(name in words)].column(name) for name in found[0].column_names})
 
     tables = [_read(folder, repr(str(file)), table, file) for file in files]
-    whole = _read(folder, "the tables", pyarrow.concat_tables, tables, promote_options="permissive")
-    if wrong := [field.name for field in whole.schema if pyarrow.types.is_binary(field.type)]:
+    whole = _read(folder, "the tables", pa.concat_tables, tables, promote_options="permissive")
+    if wrong := [field.name for field in whole.schema if pa.types.is_binary(field.type)]:
         raise DataError(
             f"data.name={str(folder)!r}: the column {wrong[0]!r} contains text that isn't UTF-8; save the file as UTF-8"
         )
-    return datasets.Dataset(whole)
+    return whole
 
 
 def _npz(folder: Path, files: Sequence[Path]) -> Rows:
@@ -278,18 +264,74 @@ def _root(error: BaseException) -> str:
     return named.in_a_line(error)
 
 
+# --- where data are ------------------------------------------------------------
+
+
+def local(source: Source, entry: Entry | None) -> Path | None:
+    """The file or folder of the data set on this machine, if it has one; DataError if it should have one."""
+    name, key = source.name, "data.root" if source.root else "FEDBN_DATA"
+    root, folder = source.root or os.environ.get("FEDBN_DATA"), named.path_of(name)
+    if not name.startswith((".", "/", "~")):
+        if root and (base := named.path_of(root)) and (base / name).exists():
+            folder = base / name
+        elif root and (entry is not None or not base.is_dir()):
+            hub = f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry and entry.hub else ""
+            raise DataError(
+                f"{key} has no folder {name!r}; put a copy of the data there, as {name}/{hub}",
+                f". {key}={root!r} contains {_content(base, '[!.]*/') or 'none'}",
+            )
+        elif entry is not None or not folder.exists():
+            return None
+    check_rights(folder)
+    if not folder.exists():
+        where = folder.absolute().parent
+        raise DataError(
+            f"data.name={str(folder)!r}: there is no such file or folder; give a table (.csv, .parquet, .npz), a "
+            "folder with train*.parquet and test*.parquet, a name that `fedbn list datasets` shows, or the name of a "
+            "data set on the Hugging Face hub",
+            f". {str(where)!r} " + (f"contains {_content(where) or 'nothing'}" if where.is_dir() else "is no folder"),
+        )
+    return folder
+
+
+def _content(folder: Path, pattern: str = "[!.]*") -> str:
+    """The first names in a folder, for errors."""
+    return ", ".join(sorted(path.name for path in folder.glob(pattern))[:12])
+
+
+def check_rights(name: Path, *below: Path) -> None:
+    """Raise an error for files that this process may not read; a site's server does not see their names.
+
+    Without this, names in a folder without the right x are reported as if they were missing.
+    """
+    above = list(reversed(name.absolute().parents))
+    for path in (*above, name, *below):
+        rights = os.X_OK if path in above else os.R_OK | os.X_OK if path.is_dir() else os.R_OK
+        if path.exists() and not os.access(path, rights, effective_ids=True):
+            status = path.stat()
+            raise DataError(
+                f"{str(name)!r} cannot be read by the user of this process, uid {os.geteuid()}; give this "
+                "user the right to read it and all in it, for instance by chmod -R a+rX or an access control list",
+                f": {str(path)!r} has the rights {stat.filemode(status.st_mode)} and belongs to uid {status.st_uid}",
+            )
+
+
 # --- image files -------------------------------------------------------------
 
 
 def _images(splits: Splits) -> Splits:
-    """Lists of image files become splits of `datasets`, whose classes are numbered alike; tables stay as they are."""
+    """Lists of image files become tables, which share the names of the classes; others stay as they are."""
     lists = {part: rows for part, rows in splits.items() if isinstance(rows, list)}
-    classes = sorted({row["label"] for rows in lists.values() for row in rows if "label" in row})
-    kinds = {"image": datasets.Image(), "mask": datasets.Image(), "label": datasets.ClassLabel(names=classes)}
-    first: Mapping[str, object] = next((rows[0] for rows in lists.values() if rows), {})
-    columns = {column: kinds.get(column, datasets.Value("string")) for column in first}
-    made = {part: datasets.Dataset.from_list(rows, datasets.Features(columns)) for part, rows in lists.items()}
+    classes = tuple(sorted({row["label"] for rows in lists.values() for row in rows if "label" in row}))
+    made = {
+        part: Table(_listed(rows), (len(rows),), {"label": classes} if classes else {}) for part, rows in lists.items()
+    }
     return {**splits, **made}
+
+
+def _listed(rows: Sequence[Row], images: Sequence[str] = ("image", "mask")) -> pa.Table:
+    columns = rows[0] if rows else ()
+    return pa.Table.from_pylist(rows, pa.schema([(name, FILE if name in images else pa.string()) for name in columns]))
 
 
 def _pictures(folder: Path) -> list[str]:
@@ -316,11 +358,11 @@ def _no_right(error: OSError) -> None:
 def _matching(folder: Path, files: Sequence[str], pattern: str) -> list[Row]:
     """The files whose paths have this form, with the values of its groups."""
     found = [(file, re.fullmatch(pattern, file)) for file in files]
-    return [{"image": os.path.join(folder, file), **match.groupdict()} for file, match in found if match]
+    return [{"image": {"path": os.path.join(folder, file)}, **match.groupdict()} for file, match in found if match]
 
 
-def _whole(folder: Path) -> list[Row] | None:
-    """The images of CLASS/*.jpg or DOMAIN/CLASS/*.jpg, a share of which is held out; None if there are none."""
+def _whole(folder: Path) -> list[Row]:
+    """The images of CLASS/*.jpg or DOMAIN/CLASS/*.jpg, a share of which is held out."""
     files = _pictures(folder)
     for pattern in (r"(?P<label>[^/]+)/[^/]+", r"(?P<domain>[^/]+)/(?P<label>[^/]+)/[^/]+"):
         rows = _matching(folder, files, pattern)
@@ -328,7 +370,7 @@ def _whole(folder: Path) -> list[Row] | None:
         places = {os.path.dirname(file) for file in files}
         # Domains that share no class are probably classes, with a folder for each patient.
         if len(rows) == len(files) and not len(domains) > 1 < len(labels) == len(places):
-            return rows or None
+            return rows
     raise DataError(
         f"data.name={str(folder)!r} has no split 'train', and its images are not all in CLASS/*.png, or "
         "DOMAIN/CLASS/*.png with classes that several domains have; expected one of these, or train/CLASS, which "
@@ -381,17 +423,16 @@ def _cityscapes(folder: Path, part: str, name: str | None) -> list[Row]:
     images = folder / "leftImg8bit" / split
     rows = _matching(images, _pictures(images), r"(?P<mask>(?P<city>[^/]+)/.+)_leftImg8bit\.png")
     if not rows:
-        present = ", ".join(sorted(path.name for path in images.parent.glob("[!.]*/"))) or "nothing"
         raise DataError(
             f"data.name={str(folder)!r}: no leftImg8bit/{split}/CITY/NAME_leftImg8bit.png",
-            f"; leftImg8bit/ contains {present}",
+            f"; leftImg8bit/ contains {_content(images.parent, '[!.]*/') or 'nothing'}",
         )
     for row in rows:
         mask = folder / "gtFine" / split / f"{row['mask']}_gtFine_labelIds.png"
-        row["mask"] = str(mask)
+        row["mask"] = {"path": str(mask)}
         if not mask.is_file():
             raise DataError(
                 f"data.name={str(folder)!r}: an image has no mask",
-                f": {os.path.basename(str(row['image']))}; there is no {mask.relative_to(folder)}",
+                f": {os.path.basename(row['image']['path'])}; there is no {mask.relative_to(folder)}",
             )
     return rows

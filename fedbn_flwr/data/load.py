@@ -11,6 +11,7 @@ memory:
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -21,19 +22,19 @@ import numpy as np
 import torch
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.errors import DataError, SettingsError, log_once, needs
-from fedbn_flwr.trees import Tree
+from fedbn_flwr.errors import DataError, MissingPackage, SettingsError, log_once, needs
+from fedbn_flwr.trees import Draft, Tree
 
 from .catalogue import CATALOGUE, Entry
 from .columns import read
 from .dataset import DataSet
-from .paths import local
+from .examples import Streamed
+from .folders import local, open_splits
 from .source import PARTS, Source
-from .streamed import Streamed
-from .table import as_rows, table_of
-from .watch import recordings
+from .table import Table, joined, table_of
 
 KEY = "data.name"
+_SHARE = 0.25  # of a recording of `watch`: its end, for testing
 
 
 def load(source: Source) -> DataSet:
@@ -63,8 +64,6 @@ def _read(source: Source, entry: Entry | None) -> DataSet:
             f"{str(folder or source.name)!r} is read"
         )
     if not (is_own or is_embedded):
-        from .folders import open_splits  # needs packages of the extra `data`
-
         return read(source, *open_splits(source, folder, entry))
     if is_embedded and named.path_of(source.name).exists():
         words = "is the data set of this package; for the file or folder of this name write"
@@ -78,8 +77,8 @@ def _read(source: Source, entry: Entry | None) -> DataSet:
                     f"data.{key} is {value!r}, which is for files, but the examples of {source.name!r} are arrays in "
                     "memory; leave it out"
                 )
-    tables = {part: table_of(source.name, given[part], source.inputs) for part in parts}
-    return read(source, tables, known=given.get("classes") or ())
+    table = joined(source.name, *(table_of(source.name, given[part], source.inputs) for part in parts))
+    return read(source, table, known=given.get("classes") or ())
 
 
 def _returned(source: Source, parts: Sequence[str]) -> Tree:
@@ -102,13 +101,18 @@ def _returned(source: Source, parts: Sequence[str]) -> Tree:
         if all(hasattr(found[part], "features") for part in parts):  # splits of `datasets`
             return found
         # Read here, where its draws are seeded.
-        return {**found, **{part: _columns(f"{KEY}={name!r}: {part}", found[part], source.memory) for part in parts}}
+        splits = {part: _columns(f"{KEY}={name!r}: {part}", found[part], source.memory) for part in parts}
+        if any(isinstance(split.get("inputs"), Streamed) for split in splits.values()):
+            for split in splits.values():  # the smaller one may be in memory
+                if not isinstance(split["inputs"], Streamed):
+                    split["inputs"] = Streamed([(row,) for row in split["inputs"]], torch.arange(len(split["inputs"])))
+        return {**found, **splits}
 
 
 _USUAL = ("inputs", "labels", "domains")  # in a torch `Dataset`, in this order
 
 
-def _columns(where: str, split: Any, memory: float) -> Tree:
+def _columns(where: str, split: Any, memory: float) -> Draft:
     """A split as a mapping of arrays by name; the inputs of a `Dataset` of more than `memory` GiB stay in it."""
     if isinstance(split, Mapping):
         return {key: values for key, values in split.items() if values is not None}
@@ -122,7 +126,7 @@ def _columns(where: str, split: Any, memory: float) -> Tree:
             f"{where} is a {type(split).__name__} with {what}; expected a pair (inputs, labels), a mapping of arrays, "
             "or a Dataset of pairs (inputs, label)"
         )
-    is_large = count * as_rows(where, [first[0]]).nbytes > memory * 2**30
+    is_large = count * np.asarray(first[0]).nbytes > memory * 2**30
     items = itertools.chain([first], map(split.__getitem__, range(1, count)))
     rows = ([None if is_large else item[0], *item[1:]] for item in items)
     known = getattr(split, "targets", None) if is_large and len(first) == 2 else None  # as in torchvision
@@ -138,6 +142,31 @@ def embedded(name: str) -> Tree:
         return recordings()
     found: Tree = json.loads(Path(__file__).with_name(f"{name}.json").read_text(encoding="utf-8"))
     return found
+
+
+def recordings() -> Tree:
+    """Smartwatches of ten persons during seven shoulder exercises (Burns et al. 2018, https://arxiv.org/abs/1802.01489).
+
+    The recordings are a file of the package seglearn (BSD): acceleration and rotation on three axes each, at 50 Hz.
+    Here they are long tables with the columns recording, person, exercise, and those of the sensors.
+    """
+    package = CATALOGUE["watch"].embedded
+    found = importlib.util.find_spec(package)  # not imported, which takes seconds
+    if found is None or found.origin is None:
+        raise MissingPackage(f"data.name='watch' is in the package {package!r}: pip install {package}==1.2.5")
+    # Its pickle is trusted as the code of the package is.
+    given = np.load(named.path_of(found.origin).parent / "data" / "watch_dataset.npy", allow_pickle=True).item()
+    lengths = np.array([len(values) for values in given["X"]])
+    rows = np.concatenate([np.arange(length) for length in lengths])
+    is_test = rows >= np.repeat(np.round(lengths * (1 - _SHARE)), lengths)
+    exercises = np.array(given["y_labels"])[given["y"]]
+    of_recordings = {"recording": np.arange(len(lengths)), "person": given["subject"], "exercise": exercises}
+    columns = {name: np.repeat(values, lengths) for name, values in of_recordings.items()}
+    columns |= dict(zip(given["X_labels"], np.concatenate(given["X"]).T, strict=True))
+    return {
+        part: {name: values[chosen] for name, values in columns.items()}
+        for part, chosen in (("train", ~is_test), ("test", is_test))
+    }
 
 
 def random_images(source: Source, entry: Entry | None) -> DataSet:
@@ -158,7 +187,7 @@ def random_images(source: Source, entry: Entry | None) -> DataSet:
         known = ", ".join(entry.domains) or "none"
         raise DataError(f"data.domains has {wrong[0]!r}; the domains of {name!r} are {known}")
     domains = source.domains or entry.domains
-    tables = {}
+    tables: list[Table] = []
     for part, count in (("train", source.examples or 1_000), ("test", source.test_examples or 200)):
         # Not torch's generator, which takes twice as long.
         draw = np.random.default_rng(seeding.seed_for(0, f"random images, {part}"))
@@ -166,6 +195,7 @@ def random_images(source: Source, entry: Entry | None) -> DataSet:
         labels = rows // max(1, len(domains)) % entry.classes
         masks = entry.crop and draw.integers(0, entry.classes, (count, *size), dtype=np.uint8)
         split = {"inputs": pixels, "labels": labels if masks is None else masks}
-        tables[part] = table_of(name, split | ({"domains": np.array(domains)[rows % len(domains)]} if domains else {}))
+        some = {"domains": np.array(domains)[rows % len(domains)]} if domains else {}
+        tables.append(table_of(name, split | some))
     classes = entry.names or entry.keep or range(entry.classes)
-    return read(Source(name=name, domains=domains, memory=source.memory), tables, known=classes)
+    return read(Source(name=name, domains=domains, memory=source.memory), joined(name, *tables), known=classes)

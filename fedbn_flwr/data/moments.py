@@ -19,8 +19,7 @@ from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError
 
 from . import Moments
-from .examples import MASK, main_input
-from .streamed import Streamed
+from .examples import MASK, Streamed, main_input
 
 PARTS = 3  # float64 numbers of an exact sum: 159 bits
 ROWS = (

@@ -1,160 +1,269 @@
-"""The one form of data: a table, whose columns have names and types.
+"""The one form of data: an Arrow table, whose columns have names and types. The rows of the training split come first.
 
-Files, folders, data sets of the hub and arrays become tables when they are opened. Whatever comes later finds its
-columns by name.
+Files, folders, data sets of the hub and arrays become a table when they are opened. Arrays are not copied, and files
+larger than the memory stay on the disk. A column has numbers, texts or dates, arrays of one shape, or image files, by
+their bytes or by their paths. Whatever comes later finds its columns by name.
 """
 
 from __future__ import annotations
 
-import functools
+import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
-from torch import Tensor, bfloat16
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
 
-from fedbn_flwr.errors import DataError
+from fedbn_flwr.errors import DataError, few
 
-from .streamed import Streamed
+from .examples import Streamed
 
 PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
-_NUMBERS = ("int", "uint", "float", "double", "bool", "decimal")
+FILE = pa.struct({"bytes": pa.binary(), "path": pa.string()})  # an image: its content, or where it is
 _SHOWN = 40  # columns in an error
 
 Names = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column: the type of its values, and a function that reads all of them."""
-
-    # "int64", "string" and so on; "Image" of image files; "array", or a class of `datasets`, of several values
-    kind: str
-    read: Callable[[], np.ndarray]  # NaN or None where a value is missing
-    names: Names = ()  # of the classes for which its numbers stand
-
-    @property
-    def is_number(self) -> bool:
-        return self.kind.startswith(_NUMBERS)
-
-    @property
-    def is_text(self) -> bool:
-        return self.kind.endswith("string")
-
-    @property
-    def is_single(self) -> bool:
-        """Whether each example has one number, text or date."""
-        return bool(self.names) or not (self.kind == "array" or self.kind[0].isupper())
-
-
-@dataclass(frozen=True)
 class Table:
-    """The examples of a split by columns."""
-
-    columns: Mapping[str, Column]
-    files: Any = None  # the `datasets.Dataset` with its image files
+    columns: pa.Table
+    counts: tuple[int, ...]  # the rows of the training split, and of the test split, if there is one
+    classes: Mapping[str, Names] = field(default_factory=dict)  # all names of classes, by the columns that have them
+    items: Any = None  # a torch `Dataset` larger than the memory; the column `inputs` has the numbers of its items
+    fingerprint: str = ""  # of the content of image files in columns
     commit: str | None = None  # of the hub's repository that it is from
+    only_train: Names = ()  # the columns that the test split does not have
 
     def __len__(self) -> int:
-        return len(self.files if self.files is not None else next(iter(self.columns.values())).read())
+        return len(self.columns)
 
     def __str__(self) -> str:
-        shown = ", ".join(f"{name} ({self.columns[name].kind})" for name in list(self.columns)[:_SHOWN])
-        return shown + (f", ... ({len(self.columns)} columns)" if len(self.columns) > _SHOWN else "")
+        shown = [f"{name} ({self.kind(name)})" for name in self.names[:_SHOWN]]
+        return ", ".join(shown) + (f", ... ({len(self.names)} columns)" if len(self.names) > _SHOWN else "")
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.columns.column_names)
+
+    @property
+    def splits(self) -> dict[str, slice]:
+        """The rows of each split."""
+        rows = slice(0, self.counts[0]), slice(self.counts[0], len(self))
+        return dict(zip(("train", "test")[: len(self.counts)], rows, strict=False))
+
+    def of(self, part: str) -> Table:
+        """The table of one split."""
+        columns = self.columns[self.splits[part]]
+        return replace(self, columns=columns, counts=(len(columns),))
+
+    def place(self, row: int) -> str:
+        train = self.counts[0]
+        return f"row {row} of train" if row < train else f"row {row - train} of test"
+
+    def with_columns(self, new: Mapping[str, Any]) -> Table:
+        old = {name: self.columns[name] for name in self.names}
+        return replace(self, columns=pa.table(old | dict(new)))
+
+    # --- types ---
+
+    def kind(self, column: str) -> str:
+        """The type of a column in words, on which sites agree: int64, string and so on; Image, or array."""
+        kind = self.columns.schema.field(column).type
+        if column in self.classes:
+            return "ClassLabel"
+        if kind == FILE:
+            return "Image"
+        is_streamed = column == "inputs" and self.items is not None
+        if is_streamed or pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType):
+            return "array"
+        return {"double": "float64", "float": "float32", "halffloat": "float16"}.get(str(kind), str(kind))
+
+    def is_number(self, column: str) -> bool:
+        return self.kind(column).startswith(("int", "uint", "float", "bool", "decimal"))
+
+    def is_text(self, column: str) -> bool:
+        return bool(self.columns.schema.field(column).type == pa.string())
+
+    def is_array(self, column: str) -> bool:
+        """Whether each example has an array or an image, instead of one number, text or date."""
+        return self.kind(column) in ("array", "Image")
+
+    # --- values ---
+
+    def rows(self, where: str, column: str) -> Any:
+        """The values of all rows, NaN where a number is missing: an array, or what reads one when it is needed."""
+        if column == "inputs" and self.items is not None:
+            return Streamed(self.items, torch.arange(len(self)))
+        values, shape = self.columns[column], [len(self)]
+        if pa.types.is_decimal(values.type) or (pa.types.is_boolean(values.type) and values.null_count):
+            values = values.cast(pa.float64())
+        if isinstance(values.type, pa.BaseExtensionType):
+            values = values.cast(values.type.storage_type)
+        while pa.types.is_nested(values.type):
+            sides = pc.unique(pc.list_value_length(values)).to_pylist() or [0]
+            if len(sides) > 1:
+                raise DataError(
+                    f"{where}: {column!r} has arrays of several shapes, with sides of {few(map(str, sides), 4)}; "
+                    "expected one shape; pad series to one length, and give their masks too: data.inputs: [inputs, "
+                    "mask]"
+                )
+            shape.append(sides[0])
+            values = pc.list_flatten(values)
+        return _numpy(values).reshape(shape)
+
+    def coded(self, column: str) -> tuple[list[Any], np.ndarray]:
+        """The different values of a column, and the place of each row's value among them, -1 where it has none."""
+        values = _whole(self.columns[column])
+        if self.is_array(column):  # an array [N, 1] is [N]
+            values = pa.array(self.rows("", column).reshape(len(self), -1)[:, 0])
+        if pa.types.is_floating(values.type):
+            values = pc.if_else(pc.is_nan(values), None, values)
+        found = values.dictionary_encode()
+        codes = found.indices.fill_null(-1) if found.null_count else found.indices
+        return found.dictionary.to_pylist(), _numpy(codes).astype(np.int64)
+
+    def absent(self, column: str) -> np.ndarray:
+        """Which rows have no value, or an array that lacks one."""
+        if self.kind(column) != "array":
+            return _numpy(pc.is_null(self.columns[column], nan_is_null=True).cast(pa.uint8())) > 0
+        values = self.rows("", column)
+        return cast(np.ndarray, (values != values).reshape(len(self), -1).any(1))
 
 
-Tables = Mapping[str, Table]  # by split: "train", and "test" unless a share of "train" is held out
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def table_of(name: str, split: Any, inputs: Names = ()) -> Table:
-    """A split of `datasets`, or a mapping of arrays, as a table. `name` is the data set's, for errors."""
-    where = repr(name)
+def _numpy(values: pa.ChunkedArray | pa.Array) -> np.ndarray:
+    """NumPy's array of these values; a conversion of other than plain numbers imports pandas, if it is installed."""
+    whole = _whole(values) if isinstance(values, pa.ChunkedArray) else values
+    is_plain = (pa.types.is_integer(whole.type) or pa.types.is_floating(whole.type)) and not whole.null_count
+    return np.from_dlpack(whole) if is_plain else whole.to_numpy(zero_copy_only=False)
+
+
+# --- tables of arrays, of `datasets`, and of both splits ----------------------
+
+
+def table_of(name: str, split: Any, inputs: Names = (), folder: Path = Path()) -> Table:
+    """The table of a mapping of arrays, a split of `datasets`, or an Arrow table; paths of images begin in `folder`.
+
+    `name` is the data set's, for errors.
+    """
+    if isinstance(split, Table):
+        return split
     if isinstance(split, Mapping):
-        return Table({column: _of_array(f"{where}: {column!r}", given) for column, given in split.items()})
-    columns = {column: _of_feature(f"{where}: {column!r}", split, column, inputs) for column in split.features}
-    return Table(columns, split, _commit(split))
+        # A file may have other arrays than columns: single numbers, and empty ones.
+        given = {
+            key: each
+            for key, each in split.items()
+            if not isinstance(each, np.ndarray) or (each.ndim > 0 and each.size > 0)
+        }
+        columns = {key: _column(f"{name!r}: {key!r}", each) for key, each in given.items()}
+        if len(lengths := {len(column) for column in columns.values()}) > 1:
+            found = ", ".join(f"{len(column)} {key}" for key, column in columns.items())
+            raise DataError(f"{name!r} has {found}; expected as many")
+        items = [each.items for each in given.values() if isinstance(each, Streamed)]
+        return Table(pa.table(columns), tuple(lengths or (0,)), items=items[0] if items else None)
+    if isinstance(split, pa.Table):
+        table = Table(split, (len(split),))
+    else:
+        split = split if split._indices is None else split.flatten_indices()
+        classes = {column: tuple(kind.names) for column, kind in split.features.items() if hasattr(kind, "names")}
+        urls = "\n".join(getattr(split.info, "download_checksums", None) or ())
+        commit = re.search(r"@([0-9a-f]{40})/", urls)
+        table = Table(split.data.table, (len(split),), classes, None, split._fingerprint, commit and commit[1])
+    return table.with_columns({column: _typed(table, column, inputs, folder) for column in table.names})
 
 
-def _commit(split: Any) -> str | None:
-    for url in getattr(split.info, "download_checksums", None) or ():
-        if found := re.search(r"@([0-9a-f]{40})/", url):
-            return found[1]
-    return None
+def _typed(table: Table, column: str, inputs: Names, folder: Path) -> Any:
+    """A column with names instead of numbers of classes, and with image files as such."""
+    found = table.columns[column]
+    if names := table.classes.get(column):
+        is_known = pc.and_(pc.greater_equal(found, 0), pc.less(found, len(names)))
+        return pa.array(names).take(pc.if_else(is_known, found, None))
+    if pa.types.is_large_string(found.type) or pa.types.is_dictionary(found.type):
+        found = found.cast(pa.string())
+    if found.type in (pa.binary(), pa.large_binary()) or (
+        pa.types.is_struct(found.type) and "bytes" in found.type.names and {*found.type.names} <= {*FILE.names}
+    ):
+        return pa.chunked_array(map(_as_files, found.chunks), FILE)
+    if inputs == (column,) and found.type == pa.string():
+        texts = found.to_pylist()
+        if texts and str(texts[0]).lower().endswith(tuple(PICTURES)):
+            return pa.array([{"path": text and os.path.join(folder, text)} for text in texts], FILE)
+    return found
 
 
-# --- arrays ------------------------------------------------------------------
+def _as_files(given: pa.Array) -> pa.Array:
+    fields = dict(zip(given.type.names, given.flatten(), strict=True)) if pa.types.is_struct(given.type) else {}
+    content, paths = fields.get("bytes", given), fields.get("path", pa.nulls(len(given), pa.string()))
+    return pa.StructArray.from_arrays([content.cast(pa.binary()), paths.cast(pa.string())], fields=[*FILE])
 
 
-def _of_array(where: str, given: Any) -> Column:
-    read = functools.partial(as_rows, where, given)
-    with suppress(TypeError, DataError):  # no rows; an error if the column is used
-        if not isinstance(given, Mapping) and len(given) > 0 and as_rows(where, given[:1]).ndim == 1:
-            rows = read()
-            present = rows
-            if rows.dtype == object:
-                present = np.array([value for value in rows.tolist() if value is not None and value == value])
-                rows = rows if present.dtype.kind in "OSU" else rows.astype(np.float64)  # None becomes NaN
-            kind = "string" if present.dtype.kind in "OSU" else present.dtype.name
-            return Column(kind, lambda: rows)
-    return Column("array", read)
-
-
-def as_rows(where: str, given: Any) -> np.ndarray:
-    """The values of all examples."""
-    if isinstance(given, Mapping):
-        raise DataError(
-            f"{where} is a mapping; expected an array, or several whose names are in data.inputs, such as [a, b]"
-        )
-    if isinstance(given, Streamed) or (isinstance(given, np.ndarray) and given.dtype != object):
-        return given  # type: ignore[return-value]
-    if isinstance(given, Tensor):
-        return (given.float() if given.dtype is bfloat16 else given).cpu().numpy()
+def _column(where: str, given: Any) -> pa.Array:
+    """The values of all examples; arrays of numbers are not copied."""
+    if isinstance(given, Streamed):
+        return pa.array(given.rows.numpy())
     try:
-        return np.stack([np.asarray(row.cpu() if isinstance(row, Tensor) else row) for row in given])
-    except (TypeError, ValueError) as error:
+        if isinstance(given, Mapping):
+            raise TypeError("a mapping; several arrays are columns, whose names are in data.inputs, such as [a, b]")
+        if isinstance(given, Tensor):
+            given = (given.float() if given.dtype is torch.bfloat16 else given).cpu().numpy()
+        if not isinstance(given, np.ndarray) or given.dtype == object:
+            given = np.stack([np.asarray(row.cpu() if isinstance(row, Tensor) else row) for row in given])
+        return array_column(given)
+    except (TypeError, ValueError, KeyError, pa.ArrowException) as error:
         raise DataError(
-            f"{where} has values that are not arrays of one shape; pad series to one length, and give their masks too: "
-            "data.inputs: [inputs, mask]",
+            f"{where} has values that are not numbers, texts, or arrays of one shape; pad series to one length, and "
+            "give their masks too: data.inputs: [inputs, mask]",
             f" ({error})",
         ) from None
 
 
-# --- columns of `datasets` ---------------------------------------------------
+def array_column(rows: np.ndarray) -> pa.Array:
+    """A column of numbers, texts or dates, [N], or of arrays of numbers, [N, ...]."""
+    flat = np.ascontiguousarray(rows, rows.dtype.newbyteorder("=")).reshape(-1)
+    if flat.dtype.kind in "iuf":
+        column = pa.Array.from_buffers(pa.from_numpy_dtype(flat.dtype), flat.size, [None, pa.py_buffer(flat)])
+    else:
+        column = pa.array(flat, from_pandas=True)  # which imports pandas
+    for side in reversed(rows.shape[1:]):
+        column = pa.FixedSizeListArray.from_arrays(column, side)
+    return column
 
 
-def _of_feature(where: str, split: Any, column: str, inputs: Names) -> Column:
-    """A column of image files, as bytes or as paths, has the type Image."""
-    feature = split.features[column]
-    kinds = feature if isinstance(feature, dict) else {"bytes": feature}
-    types = {key: getattr(kind, "dtype", None) for key, kind in kinds.items()}
-    is_file = types.keys() <= {"bytes", "path"} and types.get("bytes") in ("binary", "large_binary")
-    is_path = inputs == (column,) and types.get("bytes") in ("string", "large_string")
-    names = tuple(getattr(feature, "names", ()))
-    is_value = type(feature).__name__ == "Value"
-    kind = str(feature.dtype) if is_value else type(feature).__name__
-    if is_file or (is_path and len(split) and str(split[0][column]).lower().endswith(tuple(PICTURES))):
-        kind, is_value = "Image", False
-    if not (is_value or names):
-        return Column(kind, lambda: as_rows(where, split.with_format("numpy")[column][:]))
-    return Column(kind, functools.partial(_single, where, split, column, names), names)
-
-
-def _single(where: str, split: Any, column: str, names: Names) -> np.ndarray:
-    """Numbers or texts; the numbers of a column with class names become names."""
-    import pyarrow as pa
-
-    values = split.select_columns([column]).with_format("arrow")[:].column(0)
-    is_special = pa.types.is_decimal(values.type) or (pa.types.is_boolean(values.type) and values.null_count)
-    rows = (values.cast(pa.float64()) if is_special else values).to_numpy()
-    if not names:
-        return np.asarray(rows)
-    if (wrong := np.flatnonzero((rows < 0) | (rows >= len(names)))).size:
+def joined(name: str, train: Table, test: Table | None = None) -> Table:
+    """The rows of the training split, followed by those of the test split, if there is one."""
+    if test is None:
+        return train
+    parts = [train.columns, test.columns.select([column for column in train.names if column in test.names])]
+    for column in parts[1].column_names:
+        kinds = {part.schema.field(column).type for part in parts}
+        if len(kinds) > 1 and pa.string() in kinds and not any(map(pa.types.is_nested, kinds)):
+            # The texts of one split happen to be numbers.
+            parts = [_with_texts(part, column) for part in parts]
+    try:
+        columns = pa.concat_tables(parts, promote_options="permissive")
+    except pa.ArrowException as error:
         raise DataError(
-            f"{where} has numbers outside of 0 to {len(names) - 1}, the classes that have names",
-            f": {int(rows[wrong[0]])} in row {wrong[0]}",
-        )
-    texts = [None if row != row else names[int(row)] for row in rows.tolist()]
-    return np.array(texts, object if values.null_count else None)
+            f"{name!r}: train and test have columns of different types; expected the same: {error}"
+        ) from None
+    return replace(
+        train,
+        columns=columns,
+        counts=(len(train), len(test)),
+        items=train.items and torch.utils.data.ConcatDataset([train.items, test.items]),
+        fingerprint=train.fingerprint + test.fingerprint,
+        only_train=tuple(column for column in train.names if column not in test.names),
+    )
+
+
+def _with_texts(table: pa.Table, column: str) -> pa.Table:
+    return table.set_column(table.column_names.index(column), column, table[column].cast(pa.string()))

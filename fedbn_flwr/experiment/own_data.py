@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import yaml
 
 from fedbn_flwr import named
+from fedbn_flwr.data.folders import local, open_splits
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.paths import local
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import needs
 from fedbn_flwr.trees import Draft
@@ -30,14 +29,12 @@ def experiment_for(path: Path, label: str | None, group: str | None) -> str:
         data["size"] = 32
     source = Source.model_validate(data)
     with needs("data", f"fedbn new --data {path}"):
-        from fedbn_flwr.data.folders import open_splits
-    table = open_splits(source, local(source, None), None)[0]["train"]
-    others = {column: found for column, found in table.columns.items() if column not in (label, group)}
-    texts = {column: {*found.read().tolist()} - {None} for column, found in others.items() if found.is_text}
+        table, _ = open_splits(source, local(source, None), None)
+    others = [column for column in table.names if column not in (label, group)]
+    texts = {column: table.coded(column)[0] for column in others if table.is_text(column)}
     if few := {column: sorted(values) for column, values in texts.items() if 1 < len(values) <= _MOST}:
         data["categories"] = few
-    numbers = [np.asarray(found.read(), np.float64) for found in others.values() if found.is_number]
-    if any(np.isnan(values).any() for values in numbers) or any(None in others[column].read() for column in few):
+    if any(table.absent(column).any() for column in others if column in few or table.is_number(column)):
         data["missing"] = "mean"
     dataset = load(Source.model_validate(data))
     if dataset.input_names:

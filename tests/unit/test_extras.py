@@ -31,7 +31,6 @@ sys.exit(main(sys.argv[2:]))
 # The commands that need a package, with its extra and what they print before they end.
 CASES = [
     ("datasets", "data", "", ["run", "quick", "data.name=site"]),
-    ("datasets", "data", "", ["predict", "runs/a-0", "--data", "site/train.csv", "--out", "found.csv"]),
     ("matplotlib", "report", "\nclient  examples  classes", ["partition", "quick", "data.partition=iid"]),
     ("scipy", "report", "", ["report", "runs", "--baseline", "a"]),
     ("ray", "run", "", ["run", "quick", "--engine", "ray"]),
@@ -48,7 +47,7 @@ def fedbn_without(package: str, *words: str, cwd: Path) -> subprocess.CompletedP
 @pytest.mark.parametrize(("package", "extra", "printed", "words"), CASES)
 def test_a_missing_package(package: str, extra: str, printed: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "train.csv").write_text("x,y\n1,0\n2,1\n")
+    (tmp_path / "site" / "train.parquet").touch()
     for seed in range(3):
         for label in "ab":
             lines = [{"accuracy": 0.1 * seed**2 + 0.1 * (label == "b") * seed, "loss": 1.0}]

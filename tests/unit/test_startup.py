@@ -13,7 +13,7 @@ EXPERIMENT = "{clients: 2, rounds: 1, model: {name: resnet20, norm: fixup}, trai
 
 # What a first round must not need: each takes a tenth of a second or more.
 HEAVY = {
-    "PIL", "datasets", "flwr_datasets", "google.cloud", "matplotlib", "pandas", "pyarrow", "ray", "scipy", "seaborn",
+    "PIL", "datasets", "flwr_datasets", "google.cloud", "matplotlib", "pandas", "ray", "scipy", "seaborn",
     "segmentation_models_pytorch", "sklearn", "sympy", "tensorboard", "timm", "torch._dynamo", "torch._inductor",
     "torch.utils.tensorboard", "torchvision", "wandb",
 }  # fmt: skip

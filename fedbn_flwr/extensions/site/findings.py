@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.examples import Examples, main_input
-from fedbn_flwr.data.streamed import Streamed
+from fedbn_flwr.data.examples import Examples, Streamed, main_input
 from fedbn_flwr.errors import few
 from fedbn_flwr.results.report.tables import as_text
 from fedbn_flwr.text import columns_in_words

@@ -33,7 +33,7 @@ from flwr.app import Context, RecordDict
 from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 
 from fedbn_flwr import __version__, named
-from fedbn_flwr.data.paths import check_rights
+from fedbn_flwr.data.folders import check_rights
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of, own_training

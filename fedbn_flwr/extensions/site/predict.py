@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import datasets
 import numpy as np
+import pyarrow as pa
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -22,14 +22,12 @@ from fedbn_flwr.client.evaluation import evaluate, metric_inputs
 from fedbn_flwr.client.losses import logits_of
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.columns import of_series, open_examples, read
+from fedbn_flwr.data.columns import counts, of_series, open_examples, read
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.folders import open_new, open_splits
+from fedbn_flwr.data.folders import check_rights, open_new, open_splits
 from fedbn_flwr.data.load import KEY, load
-from fedbn_flwr.data.paths import check_rights
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.data.table import Column, Table
-from fedbn_flwr.data.values import counts
+from fedbn_flwr.data.table import Table
 from fedbn_flwr.errors import UserError, few
 from fedbn_flwr.experiment.file.layers import read_experiment
 from fedbn_flwr.experiment.settings import Data
@@ -39,7 +37,6 @@ from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, TASKS, Task, title_of
 from fedbn_flwr.trees import Json
 
 Part = Literal["train", "test"]
-_PART = "the file"  # in errors, the name of the only split
 
 
 @dataclass(frozen=True)
@@ -109,13 +106,12 @@ def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | No
             best = [names[int(values.argmax())]] if task.form == "classes" else []
             made[place] = [*best, *(f"{value:.6g}" for value in values.tolist())]
     columns: dict[str, Sequence[object]] = {"row": examples.rows.tolist()}
-    if images := [name for name in data.types if name in table.columns and table.columns[name].kind == "Image"]:
-        columns["file"] = np.array(_file_names(table, images[0], path))[examples.rows].tolist()
+    if images := [name for name in data.types if name in table.names and table.kind(name) == "Image"]:
+        columns["file"] = [_file_name(table.columns[images[0]][row].as_py(), path) for row in examples.rows.tolist()]
     if source.series is not None:
-        windows = of_series(source, {_PART: table})[0][_PART]
-        columns[source.series] = windows.columns[source.series].read().tolist()
+        columns[source.series] = of_series(source, table)[0].columns[source.series].to_pylist()
     elif ident is not None:
-        columns[ident] = table.columns[ident].read()[examples.rows].tolist()
+        columns[ident] = table.columns[ident].take(examples.rows.numpy()).to_pylist()
     said = [f"{path}: {len(examples)} examples", *new.said]
     if task.form == "classes" and any(labels):
         columns["label"] = labels
@@ -174,11 +170,11 @@ def _opened(
             raise UserError(f"--id {ident!r}: {data.name!r} reads the folder, and names no columns; leave it out")
         found = load(data.model_copy(update={"root": str(path)}))
         found = found.standardised() if data.normalise == "own" else found
-        return Table({}), replace(found, train=getattr(found, part)), []
+        return Table(pa.table({}), (0,)), replace(found, train=getattr(found, part)), []
     is_site = path.is_dir() and any(path.glob(f"{source.train or 'train'}*"))
     if is_site:
-        tables, _ = open_splits(source, path, None)
-        table = tables["train" if source.held_out else part]
+        whole, _ = open_splits(source, path, None)
+        table = whole.of("train" if source.held_out else part)
     else:
         table = open_new(source, path)
     said = _checked(table, source, described, path, ident)
@@ -188,16 +184,16 @@ def _opened(
             f"which {source.train or 'train'}* are the examples that it trains on"
         )
     if is_site and (source.held_out or data.normalise == "own"):
-        found = read(source, tables)
+        found = read(source, whole)
         found = found.standardised() if data.normalise == "own" else found
         return table, replace(found, train=getattr(found, part)), said
-    kind, nothing = ("string", None) if source.class_names else ("float64", np.nan)
-    absent = dict.fromkeys(source.label, Column(kind, partial(np.full, len(table), nothing)))
-    columns = absent | dict(table.columns)
-    if source.task == SEGMENTATION.name and columns[source.label[0]].kind not in ("Image", "array"):  # no masks
-        columns, source = columns | absent, source.model_copy(update={"task": CLASSIFICATION.name})
-    table = replace(table, columns=columns)
-    opened, _, decoded = open_examples(source.model_copy(update={"test": None}), {_PART: table})
+    there = [label for label in source.label if label in table.names]
+    absent = pa.nulls(len(table), pa.string() if source.class_names else pa.float64())
+    if source.task == SEGMENTATION.name and not any(map(table.is_array, there)):  # no masks
+        source = source.model_copy(update={"task": CLASSIFICATION.name})
+        table = table.with_columns(dict.fromkeys(source.label, absent))
+    table = table.with_columns({label: absent for label in source.label if label not in there})
+    _, opened, _, decoded = open_examples(source.model_copy(update={"test": None}), table)
     gaps = counts(opened.train.inputs, torch.isnan, opened.input_names)
     if gaps and not source.missing:
         raise UserError(
@@ -217,32 +213,31 @@ def _opened(
 def _checked(table: Table, source: Source, described: Json, path: Path, ident: str | None) -> list[str]:
     """Raise an error for columns that the model needs and the table lacks; say which columns are ignored."""
     there = f"; its columns: {table}"
-    if ident is not None and ident not in table.columns:
+    if ident is not None and ident not in table.names:
         raise UserError(f"--id {ident!r} is not a column of {str(path)!r}{there}")
     inputs = dict(zip(described.get("inputs", ()), described.get("types", ()), strict=True))
     needed = [*(inputs or source.inputs), *filter(None, (source.series, source.time))]
-    if absent := [name for name in needed if name not in table.columns]:
+    if absent := [name for name in needed if name not in table.names]:
         raise UserError(
             f"{str(path)!r} has no column {few(map(repr, absent), 8)}; the model needs {few(needed, 20)}{there}"
         )
     for name, kind in inputs.items():
-        if table.columns[name].is_text and not kind.endswith("string") and kind != "Image":
+        if table.is_text(name) and not kind.endswith("string") and kind != "Image":
             raise UserError(f"{str(path)!r}: the column {name!r} has texts; the model was trained on numbers in it")
     if source.series is not None and ident not in (None, source.series):
         raise UserError(f"--id {ident!r}: predictions are of series, so they have {source.series!r}; leave it out")
     used = {*needed, *source.label, ident}
     if not (inputs or source.inputs):  # of a run folder without names, whose settings name none either
         return []
-    if ignored := [name or "a column without name" for name in table.columns if name not in used]:
+    if ignored := [name or "a column without name" for name in table.names if name not in used]:
         return [f"ignored, since the model has no such inputs: {few(ignored, 20)}"]
     return []
 
 
-def _file_names(table: Table, column: str, path: Path) -> list[str]:
-    """The names of image files, in the folder where they are below it; empty for images in a table."""
-    kept = table.files.select_columns([column]).cast_column(column, datasets.Image(decode=False))
-    found = [each["path"] or "" for each in kept[column]]
-    return [os.path.relpath(name, path) if Path(name).is_relative_to(path) else name for name in found]
+def _file_name(file: Mapping[str, str | None], path: Path) -> str:
+    """The name of an image file, in the folder if it is below it; empty for an image in a table."""
+    name = file["path"] or ""
+    return os.path.relpath(name, path) if Path(name).is_relative_to(path) else name
 
 
 def labels_of(data: DataSet) -> list[str]:

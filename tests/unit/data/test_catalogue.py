@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from flwr.app import Context, RecordDict
@@ -23,7 +22,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides, 
 from fedbn_flwr.experiment.node import ClientParts
 from fedbn_flwr.experiment.prepare import make_rule, prepare, prepare_run
 from fedbn_flwr.experiment.settings import Settings
-from tests.support.images import numbered, picture, write_parquet, write_splits
+from tests.support.images import numbered, write_parquet, write_splits
 
 AUGMENTS = {"crop", "flip", "resized_crop", "rotate"}
 
@@ -253,38 +252,6 @@ def test_the_shipped_mnist_runs_on_a_local_copy(root: Path) -> None:
     write_splits(root / "mnist", (28, 28), {"label": [i % 10 for i in range(20)]}, {"label": numbered(10)})
     run = load_experiment("fedtan/mnist", ["seed=0", f"data.root={root}"]).runs[1]
     assert prepare_run(run, "run", make_rule(run)).dataset.train.inputs.shape == (20, 1, 28, 28)
-
-
-# --- a folder of images ------------------------------------------------------
-
-
-def write_folder(folder: Path, split: str, classes: dict[str, list[int]]) -> None:
-    for name, seeds in classes.items():
-        (folder / split / name).mkdir(parents=True, exist_ok=True)
-        for seed in seeds:
-            (folder / split / name / f"{seed}.png").write_bytes(picture(seed, (5, 5, 3))["bytes"])
-
-
-def test_a_folder_of_images_for_each_class_is_a_data_set(root: Path) -> None:
-    write_folder(root, "train", {"cat": [1, 2], "dog": [3]})
-    write_folder(root, "test", {"cat": [4], "dog": [5]})
-    data = load(Source(name=str(root)))
-    assert data.class_names == ("cat", "dog")
-    assert sorted(data.train.labels.tolist()) == [0, 0, 1]
-    dog = int((data.train.labels == 1).nonzero())
-    expected = np.random.default_rng(3).integers(0, 256, (5, 5, 3), dtype=np.uint8)
-    np.testing.assert_array_equal(data.train.inputs[dog].numpy(), expected.transpose(2, 0, 1))
-
-
-def test_an_image_that_changed_is_read_again_and_named_by_its_file_if_it_is_unreadable(root: Path) -> None:
-    write_folder(root, "train", {"cat": [1], "dog": [3]})
-    write_folder(root, "val", {"cat": [4], "dog": [5]})
-    before = load(Source(name=str(root))).train.inputs.clone()
-    (root / "train" / "cat" / "1.png").write_bytes(picture(77, (5, 5, 3))["bytes"])
-    assert not before.equal(load(Source(name=str(root))).train.inputs)
-    (root / "train" / "dog" / "3.png").write_bytes(b"not an image")
-    with pytest.raises(DataError, match=r"the image in row 1 cannot be read \(.*3\.png\)"):
-        load(Source(name=str(root)))
 
 
 # --- the real ones -----------------------------------------------------------

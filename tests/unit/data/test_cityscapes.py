@@ -65,7 +65,6 @@ def write_cityscapes(root: Path) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("FEDBN_DATA", raising=False)
     write_cityscapes(tmp_path / "data")
     return tmp_path / "data"

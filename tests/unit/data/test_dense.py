@@ -129,23 +129,6 @@ def test_a_set_without_a_pixel_that_counts_is_refused() -> None:
 # --- the loss ----------------------------------------------------------------
 
 
-def test_the_loss_of_pixels_leaves_255_out() -> None:
-    logits = torch.randn(2, 3, 4, 4, dtype=torch.float64)
-    labels = torch.randint(0, 3, (2, 4, 4))
-    labels[0, 0] = IGNORED
-    expected = torch.stack(
-        [
-            F.cross_entropy(logits[n, :, i, j], labels[n, i, j])
-            for n in range(2)
-            for i in range(4)
-            for j in range(4)
-            if labels[n, i, j] != IGNORED
-        ]
-    ).mean()
-    torch.testing.assert_close(cross_entropy(logits, labels), expected)
-    torch.testing.assert_close(cross_entropy(logits, labels), F.cross_entropy(logits, labels, ignore_index=IGNORED))
-
-
 def test_a_crop_without_a_pixel_that_counts_has_no_loss_and_no_gradient() -> None:
     logits = torch.randn(1, 3, 2, 2, requires_grad=True)
     loss = cross_entropy(logits, torch.full((1, 2, 2), IGNORED))

@@ -25,8 +25,7 @@ TEST = {"label": [0, 1, 2, 0, 1, 2, 0, 1], "domain": ["sea", "farm yard"] + ["se
 
 
 @pytest.fixture
-def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
+def data(tmp_path: Path) -> Path:
     folder = tmp_path / "sites"
     rows: dict[str, Any] = {"label": [i % 3 for i in range(24)], "domain": [SITES[i // 3 % 2] for i in range(24)]}
     write_parquet(folder / "train.parquet", (8, 8, 3), rows, {"label": numbered(3)}, "image")

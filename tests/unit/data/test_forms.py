@@ -18,12 +18,6 @@ from fedbn_flwr.experiment.settings import Data
 from tests.support.images import png, write_pictures
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
-
-
 def grey(value: int) -> np.ndarray:
     return np.full((6, 6), value, np.uint8)
 
@@ -64,7 +58,7 @@ def test_sites_with_other_classes_number_them_as_all_do(tmp_path: Path) -> None:
     """Without names, class 0 of the north would be class 0 of the south."""
     names = ("owl", "cat", "dog")
     north = write_folders(tmp_path / "north", train={"cat": 10, "dog": 20}, test={"cat": 10})
-    south = write_folders(tmp_path / "south", train={"dog": 20, "owl": 30}, test={"owl": 30})
+    south = write_folders(tmp_path / "south", train={"dog": 20, "owl": 30}, val={"owl": 30})
     for site, labels in ((north, [1, 1, 2, 2]), (south, [2, 2, 0, 0])):
         data = Data(name=str(site), class_names=names)
         assert data.classes == 3

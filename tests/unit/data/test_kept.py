@@ -23,8 +23,7 @@ from tests.support.images import numbered, write_pictures, write_splits
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
+def nothing_kept() -> Iterator[None]:
     forget_data()
     yield
     forget_data()

@@ -76,7 +76,7 @@ def test_rows_without_a_label_are_left_out_if_missing_values_are(
         labels = [0.5, 1.5, None, 1.5] * 5
     elif isinstance(labels[0], int):
         labels = pd.array(labels, "Int64")  # pandas writes whole numbers with gaps as floats otherwise
-    with pytest.raises(DataError, match=r"5 of 20 rows of train have no value in 'y', .*row 2;.*data\.missing: drop"):
+    with pytest.raises(DataError, match=r"5 of 20 rows have no value in 'y', .*row 2 of train;.*data\.missing: drop"):
         opened(tmp_path, kind, labels)
     data = opened(tmp_path, kind, labels, missing="drop")
     kept = data.train.inputs[:, 0].tolist() + data.test.inputs[:, 0].tolist()

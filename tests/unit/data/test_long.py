@@ -90,15 +90,15 @@ def test_a_long_table_trains_a_network_of_series(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"ill": ["no", "yes"] * 8 + ["no"]}, r"train: 4 of 4 series have several values in 'ill'; expected one for"),
-        ({"minute": 0.0}, "train has 13 rows with the series and the time of another row"),
-        ({"minute": [None, *[1.0] * 16]}, "train has 1 rows without a series or a time"),
-        ({"visit": [None, *"abcdefghijklmnop"]}, "train has 1 rows without a series or a time"),
+        ({"ill": ["no", "yes"] * 8 + ["no"]}, r"4 of 8 series have several values in 'ill'; expected one for"),
+        ({"minute": 0.0}, "has 13 rows with the series and the time of another row"),
+        ({"minute": [None, *[1.0] * 16]}, "has 1 rows without a series or a time"),
+        ({"visit": [None, *"abcdefghijklmnop"]}, "has 1 rows without a series or a time"),
         (
             {"hr": [*"abcdefghijklmnopq"], "inputs": ["hr"]},
-            "train has texts in a column of inputs; series need",
+            "has texts in a column of inputs; series need",
         ),
-        ({"hr": [np.nan, *[1.0] * 16]}, r"of the 4 rows of train some have no value .* in inputs \(1\)"),
+        ({"hr": [np.nan, *[1.0] * 16]}, r"of the 8 rows some have no value .* in inputs \(1\)"),
     ],
 )
 def test_what_is_no_series_is_an_error(change: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -156,10 +156,10 @@ def test_no_window_is_an_error_and_series_too_short_are_counted(
     tmp_path: Path, flower_log: pytest.LogCaptureFixture
 ) -> None:
     folder = write(tmp_path, long(), long())
-    with pytest.raises(DataError, match=r"train: no series has the 6 rows of a window .*; the longest has 5"):
+    with pytest.raises(DataError, match=r"no series has the 6 rows of a window .*; the longest has 5"):
         opened(folder, window={"length": 6})
     assert len(opened(folder, window={"length": 5}).train) == 2
-    assert "data.window leaves out 2 of 4 series" in flower_log.text
+    assert "data.window leaves out 4 of 8 series" in flower_log.text
     with pytest.raises(ValueError, match=r"window is .*, which cuts series; give data\.series"):
         opened(folder, series=None, time=None, window={"length": 5})
     with pytest.raises(ValueError, match="overlap"):

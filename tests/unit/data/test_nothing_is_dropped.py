@@ -17,11 +17,6 @@ from tests.support.images import write_pictures
 RNG = np.random.default_rng(0)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDBN_CACHE", str(tmp_path / "cache"))
-
-
 def pictures(folder: Path, *folders: str) -> Path:
     """Five images in each folder."""
     return write_pictures(folder, (np.full((4, 4, 3), 50 * i, np.uint8) for i in range(5)), *folders)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -48,17 +45,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def reader(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
-    def make(function: Any) -> str:
-        module = ModuleType("own_reader")
-        module.scans = function  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "own_reader", module)
-        return "own_reader:scans"
-
-    return make
-
-
 def scans(root: str) -> dict[str, Any]:
     return {"train": Scans(Path(root))}
 
@@ -67,8 +53,8 @@ def opened(name: str, folder: Path, memory: float) -> DataSet:
     return load(Source(name=name, root=str(folder), memory=memory, test=0.2, task="classification"))
 
 
-def test_data_larger_than_memory_give_the_batches_of_data_in_memory(reader: Any, folder: Path) -> None:
-    whole, streamed = (opened(reader(scans), folder, memory) for memory in (8.0, TINY))
+def test_data_larger_than_memory_give_the_batches_of_data_in_memory(own: Any, folder: Path) -> None:
+    whole, streamed = (opened(own(scans), folder, memory) for memory in (8.0, TINY))
     items: Scans = streamed.train.inputs.items  # type: ignore[union-attr]
     assert len({*items.read}) <= 3, "only the first of each split, to know its shape"
     assert streamed.shape == whole.shape == (2, 3, 4)
@@ -88,7 +74,7 @@ def test_data_larger_than_memory_give_the_batches_of_data_in_memory(reader: Any,
     assert streamed.blank(2).shape == (2, 2, 3, 4)
 
 
-def test_labels_of_a_reader_without_targets_are_those_of_its_items(reader: Any, folder: Path) -> None:
+def test_labels_of_a_reader_without_targets_are_those_of_its_items(own: Any, folder: Path) -> None:
     class Untold(Scans):
         def __init__(self, folder: Path) -> None:
             super().__init__(folder)
@@ -97,39 +83,39 @@ def test_labels_of_a_reader_without_targets_are_those_of_its_items(reader: Any, 
         def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
             return np.load(self.files[row]), self.labels[row]
 
-    name = reader(lambda root: {"train": Untold(Path(root))})
-    assert opened(name, folder, TINY).checksum == opened(reader(scans), folder, 8.0).checksum
+    name = own(lambda root: {"train": Untold(Path(root))})
+    assert opened(name, folder, TINY).checksum == opened(own(scans), folder, 8.0).checksum
 
 
 def node(**config: Any) -> Context:
     return Context(run_id=0, node_id=0, node_config={"partition-id": 0, **config}, state=RecordDict(), run_config={})
 
 
-def test_a_site_s_folder_is_the_root_of_its_reader(reader: Any, folder: Path) -> None:
-    run = Settings(clients=1, data=Data(name=reader(scans), test=0.2, memory=TINY), evaluate={"server": True})
+def test_a_site_s_folder_is_the_root_of_its_reader(own: Any, folder: Path) -> None:
+    run = Settings(clients=1, data=Data(name=own(scans), test=0.2, memory=TINY), evaluate={"server": True})
     parts = ClientParts.of(run, node(**{"data-path": str(folder)}))
     assert parts.has_own_data
     assert len(parts.split[0]) == 0.8 * COUNT
 
 
-def test_a_reader_without_a_root_is_refused(reader: Any, folder: Path) -> None:
+def test_a_reader_without_a_root_is_refused(own: Any, folder: Path) -> None:
     with pytest.raises(DataError, match=r"has no parameter 'root', by which it gets data\.root, at a site"):
-        opened(reader(lambda: {"train": Scans(folder)}), folder, 8.0)
+        opened(own(lambda: {"train": Scans(folder)}), folder, 8.0)
 
 
 # --- sites that train otherwise ------------------------------------------------
 
 
-def own(run: Settings, **config: Any) -> ClientParts:
+def site(run: Settings, **config: Any) -> ClientParts:
     return ClientParts.of(run, node(**config))
 
 
 def test_a_node_trains_by_its_own_config_and_else_by_the_experiment() -> None:
     train = {"epochs": 2, "batch_size": 16, "of_clients": [{"client": 0, "steps": 3, "lr_factor": 0.5}]}
     run = Settings(clients=1, train=train)
-    listed = own(run).run.train
+    listed = site(run).run.train
     assert (listed.epochs, listed.steps, listed.batch_size) == (None, 3, 16)
-    itself = own(run, **{"epochs": 4, "batch-size": 8, "device": "cpu"})
+    itself = site(run, **{"epochs": 4, "batch-size": 8, "device": "cpu"})
     assert (itself.run.train.epochs, itself.run.train.steps, itself.run.train.batch_size) == (4, None, 8)
     assert (itself.own.lr_factor, itself.run.engine.device) == (0.5, "cpu")
 
@@ -146,4 +132,4 @@ def test_a_node_trains_by_its_own_config_and_else_by_the_experiment() -> None:
 )
 def test_what_is_wrong_with_a_node_s_config_is_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        own(Settings(clients=1), **config)
+        site(Settings(clients=1), **config)

@@ -146,7 +146,7 @@ WHOLE = "(the client's log has the whole error)"
 @pytest.mark.parametrize(
     ("changes", "rows", "public", "private"),
     [
-        ({}, ROWS + "zoë,f,ill\n", "1 of 3 values of the column 'age' are not numbers", "zoë"),
+        ({}, ROWS + "zoë,f,ill\n", "2 of 6 values of the column 'age' are not numbers", "zoë"),
         ({}, ROWS + "63,zoë,ill\n", "data.categories lacks 1 of the values of the column 'sex' of data-path", "'zoë'"),
         ({}, ROWS + "63,f,zoë\n", "data.class_names lacks 1 of the classes in 'outcome' of data-path", "'zoë'"),
         ({}, ROWS + "63,f,ill,zoë\n", "data.name=data-path: cannot read its files", "Expected 3 columns, got 4: 63,f,"),

@@ -501,10 +501,10 @@ NUMBERS = PATIENTS.replace("class_names: [ill, well]", "classes: 1")
     ("change", "experiment", "status", "says"),
     [
         (lambda rows: rows.pop("age"), PATIENTS, "FAILED", "data.inputs='age' is not a column of"),
-        (first("age", "forty", 41, 42), PATIENTS, "FAILED", "1 of 40 values of the column 'age' are not numbers"),
+        (first("age", "forty", 41, 42), PATIENTS, "FAILED", "2 of 80 values of the column 'age' are not numbers"),
         (
             first("pressure", None, None, 120.5), PATIENTS, "FAILED",
-            "some have no value (NaN or null) in pressure (2)",
+            "some have no value (NaN or null) in pressure (4)",
         ),
         (first("sex", "x", "f", "x"), PATIENTS, "FAILED", "such as 'x'; known: f, m"),
         (first("outcome", "dead", "ill", "ill"), PATIENTS, "FAILED", "such as 'dead'; known: ill, well"),
