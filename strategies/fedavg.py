@@ -28,7 +28,7 @@ from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, pooled_mean, weighted_mean
 from fedbn_flwr.messages.arrays import metrics_in, record_of
-from fedbn_flwr.messages.limits import arrays_problem, negative_variance
+from fedbn_flwr.messages.limits import form_problem, negative_variance
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import Reply, mean_of_metrics, number_problem
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
@@ -184,7 +184,7 @@ class FedAvg(Base, FlowerFedAvg):
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
         expected = split(sent, self.traits.local_keys(sent))[1] if self.traits.never_sent else None
-        return number_problem(reply.metrics, self.weighted_by_key) or arrays_problem(reply.arrays, sent, expected)
+        return number_problem(reply.metrics, self.weighted_by_key) or form_problem(reply.arrays, sent, expected)
 
     def model_problem(self, model: Arrays, sent: Arrays) -> str | None:
         """Also another dtype, or a negative variance, which only strategies of Flower may make."""

@@ -122,21 +122,19 @@ class FedTAN(FedAvg):
     def run_exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
         """Run all exchanges of a round. A client without a usable contribution is left out of the rest of the round."""
 
-        def named(step: int) -> str:
-            return f"round {round.number}, exchange {step}"
-
         def admit(
-            step: int, contributions: Mapping[int, Contribution], problems: Sequence[tuple[int, str]]
+            what: str, contributions: Mapping[int, Contribution], problems: Sequence[tuple[int, str]]
         ) -> Sequence[int]:
             partitions = {node: contribution.partition for node, contribution in contributions.items()}
-            self.training.admit(named(step), partitions, problems)
+            self.training.admit(what, partitions, problems)
             return self.training.nodes
 
         return run_exchanges(
             carrier,
+            f"round {round.number}",
             self.training.nodes,
             admit,
-            lambda step, contributions: self.agree(named(step), contributions),
+            self.agree,
             self.bounds.outliers if self.bounds else None,
             capabilities(round.grid).report,
             len(variance_keys(round.arrays)),

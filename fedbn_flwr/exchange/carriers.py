@@ -24,7 +24,7 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import config_of, configs_in
 from fedbn_flwr.messages.gate import gate
-from fedbn_flwr.messages.limits import absurd, values_problem
+from fedbn_flwr.messages.limits import values_problems
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import reason_of, sent_model, with_config
 
@@ -96,33 +96,35 @@ _TENSORS: dict[str, set[str]] = {
 _MOST_EXCHANGES = 100_000  # that a round may have
 
 # Gets the contributions by node, and nodes with their problems; returns the nodes that stay, in the order they count.
-Admit = Callable[[int, Mapping[int, Contribution], Sequence[tuple[int, str]]], Sequence[int]]
+Admit = Callable[[str, Mapping[int, Contribution], Sequence[tuple[int, str]]], Sequence[int]]
 # A function (tensors, keys) that says, by position, why tensors are too far from the others.
 Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]
 
 
 def run_exchanges(
     carrier: Carrier,
+    what: str,
     nodes: Sequence[int],
     admit: Admit,
-    agree: Callable[[int, Sequence[Contribution]], Agreement],
+    agree: Callable[[str, Sequence[Contribution]], Agreement],
     outliers: Outliers | None,
     report: Callable[[str, int, int], object],
     layers: int,
 ) -> ExchangesDone:
     """Run all exchanges of a round. A client without a usable contribution is left out of the rest of the round.
 
-    `admit` and `agree` get the number of the exchange, 1 or more. `report` shows the progress, for which `layers` is
-    the number of batch norms in the server's model.
+    `admit` and `agree` get the name of the exchange, which begins with `what`, the round's. `report` shows the
+    progress, for which `layers` is the number of batch norms in the server's model.
     """
     agreement, passed = None, 0
     unfinished: list[str] = []  # a layer for each pass whose gradients are yet to come
     for step in range(1, _MOST_EXCHANGES):
+        name = f"{what}, exchange {step}"
         contributions, problems = judge(nodes, carrier.ask(nodes, step - 1, agreement), unfinished, outliers)
         if step == 1 or problems or len(contributions) < len(nodes):  # otherwise all stay, and are in order
-            nodes = admit(step, contributions, problems)
+            nodes = admit(name, contributions, problems)
         usable = [contributions[node] for node in nodes]
-        agreement, kind, layer = agree(step, usable), usable[0].kind, usable[0].layer
+        agreement, kind, layer = agree(name, usable), usable[0].kind, usable[0].layer
         if kind == "gradients":
             unfinished.remove(layer)
             report("backward pass, layers", passed - len(unfinished), passed)
@@ -142,12 +144,15 @@ def judge(
     contributions = {node: answer for node in nodes if isinstance(answer := answers.get(node), Contribution)}
     refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
     refused |= contribution_problems(contributions, unfinished)
-    usable = [node for node in contributions if node not in refused]
-    tensors = [contributions[node].tensors for node in usable]
-    far = absurd(tensors, {}, () if usable and contributions[usable[0]].kind == "gradients" else ("var",))
-    if usable and outliers is not None:
-        far |= outliers(tensors, sorted(tensors[0]))
-    refused |= {usable[i]: f"{contributions[usable[i]].kind}: {reason}" for i, reason in far.items()}
+    usable = {node: each.tensors for node, each in contributions.items() if node not in refused}  # of one form
+    is_backward = any(contributions[node].kind == "gradients" for node in usable)
+    variances = () if is_backward else {"var"}.intersection(*usable.values())
+    problems = values_problems(usable, {}, variances)
+    left = [node for node in usable if node not in problems]
+    if left and outliers is not None:
+        far = outliers([usable[node] for node in left], sorted(usable[left[0]]))
+        problems |= {left[place]: reason for place, reason in far.items()}
+    refused |= {node: f"{contributions[node].kind}: {reason}" for node, reason in problems.items()}
     return contributions, list(refused.items())
 
 
@@ -199,7 +204,7 @@ def contribution_problem(contribution: Contribution, unfinished: Collection[str]
     for name, array in contribution.tensors.items():
         if array.dtype.kind != "f" or array.ndim != 1 or not array.size:
             return f"{name!r} is {array.dtype} of shape {array.shape}; expected floats, one per channel"
-    return values_problem(contribution.tensors, () if kind == "gradients" else {"var"} & contribution.tensors.keys())
+    return None
 
 
 def _number(node: int, contribution: Contribution) -> int:

@@ -7,7 +7,7 @@ becomes an error reply with the reason. It reads each array once and keeps it in
 - metrics are finite numbers or lists of them, and numbers of examples are between 0 and 2**31,
 - a partition is a whole number, zero or more.
 
-Checks that need the model or the round (`limits.arrays_problem`, `Rule.problem`) come later, and last the comparisons:
+Checks that need the model or the round (`limits.form_problem`, `Rule.problem`) come later, and last the comparisons:
 where the server cannot know what to expect, the majority of the clients decides.
 """
 
@@ -26,7 +26,7 @@ from fedbn_flwr.tasks import SHARES
 
 from . import protocol
 from .arrays import Arrays, in_memory
-from .limits import MOST_EXAMPLES, absurd, arrays_problem, largest
+from .limits import MOST_EXAMPLES, form_problem, largest, values_problems
 from .quote import one_line, shown
 from .reply import Reply, is_partition, metric_name, partition_of, refusal, with_content
 
@@ -161,14 +161,13 @@ def record_problems(replies: Mapping[int, Reply], name: str, model: Arrays) -> d
     read = {node: reply.records[name] for node, reply in replies.items() if name in reply.records}
     missing = "is missing (is the client served by fedbn_flwr.client_app, with a BNClient?)"
     problems = dict.fromkeys(replies.keys() - read.keys(), missing)
-    problems |= arrays_problems(read, of_roles(model, {Role.WEIGHTS, Role.AFFINE}), only_sent=True)
-    left = [node for node in read if node not in problems]
-    problems |= {left[i]: problem for i, problem in absurd([read[node] for node in left], {}).items()}
+    problems |= form_problems(read, of_roles(model, {Role.WEIGHTS, Role.AFFINE}), only_sent=True)
+    problems |= values_problems({node: arrays for node, arrays in read.items() if node not in problems}, {})
     return {node: f"its record {name!r}: {problem}" for node, problem in problems.items()}
 
 
-def arrays_problems(cohort: Mapping[int, Arrays], sent: Arrays, *, only_sent: bool = False) -> dict[int, str]:
-    """The problems of clients' arrays, by node, where the server does not know what to expect.
+def form_problems(cohort: Mapping[int, Arrays], sent: Arrays, *, only_sent: bool = False) -> dict[int, str]:
+    """The problems of the form of clients' arrays, by node, where the server does not know what to expect.
 
     It expects the keys, shapes and dtypes that most clients have; with `only_sent`, those who have other arrays than
     `sent`, the ones in its messages, don't count. In a tie it prefers the form of `sent`, then the most arrays.
@@ -181,4 +180,4 @@ def arrays_problems(cohort: Mapping[int, Arrays], sent: Arrays, *, only_sent: bo
     votes = Counter(found for found in forms.values() if found <= sent_form or not only_sent)
     most = max(votes, key=lambda found: (votes[found], found == sent_form, len(found), sorted(found)), default=None)
     like = next((arrays for node, arrays in cohort.items() if forms[node] == most), sent)
-    return {node: problem for node, arrays in cohort.items() if (problem := arrays_problem(arrays, like)) is not None}
+    return {node: problem for node, arrays in cohort.items() if (problem := form_problem(arrays, like)) is not None}

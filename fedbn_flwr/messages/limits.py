@@ -7,7 +7,7 @@ holds for models, records and contributions to exchanges, and in float64 for met
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -32,17 +32,25 @@ def size_problem(arrays: Arrays, variances: Collection[str] | None = None) -> st
 
     `variances` are the keys with the square of the limit, by default the running variances.
     """
-    floats = {key: value for key, value in arrays.items() if value.dtype.kind in "fc"}
-    if norm(floats) < min(map(largest, {value.dtype for value in floats.values()}), default=0):
+    if _is_small(arrays):
         return None  # nearly always
     variances = variance_keys(arrays) if variances is None else variances
-    for key, value in floats.items():
+    for key, value in arrays.items():
+        if value.dtype.kind not in "fc":
+            continue
         size, most = largest_of(value), largest(value.dtype, is_variance=key in variances)
         if not size <= most:  # true for NaN
             if count := int(value.size - np.isfinite(value).sum()):
                 return f"{key!r} has {count} of {value.size} values that are not finite"
             return f"{key!r} has values of up to {size:.2g}; expected at most {most:.2g} in {value.dtype}"
     return None
+
+
+def _is_small(arrays: Arrays) -> bool:
+    """Whether no float is near a limit. It takes a third of the time of all arrays' minimum and maximum."""
+    floats = [value for value in arrays.values() if value.dtype.kind in "fc"]
+    norm = math.sqrt(sum(float(np.vdot(value, value).real) for value in floats))  # infinite or NaN if a value is
+    return all(norm <= min(_HUGE, largest(dtype)) for dtype in {value.dtype for value in floats})
 
 
 def negative_variance(arrays: Arrays, variances: Collection[str] | None = None) -> str | None:
@@ -60,11 +68,10 @@ def values_problem(arrays: Arrays, variances: Collection[str] | None = None) -> 
     return f"{problem} (the client diverged?)" if problem else negative_variance(arrays, variances)
 
 
-def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -> str | None:
-    """The reason why a client's `arrays` must not be aggregated, or None.
+def form_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -> str | None:
+    """Why a client's `arrays` have another form than `like`, the arrays that the server sent, or None.
 
-    `like` are the arrays that the server sent; `expected` are the keys that the client must send back (by default all).
-    NaN, infinity and negative variances are problems, since one such reply makes the global model unusable.
+    `expected` are the keys that the client must send back (by default all).
     """
     wanted = set(like if expected is None else expected)
     if missing := sorted(wanted - set(arrays)):
@@ -76,7 +83,12 @@ def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None 
             return f"{key!r} has shape {value.shape}; the server sent shape {like[key].shape}"
         if value.dtype != like[key].dtype:
             return f"{key!r} is {value.dtype}; the server sent {like[key].dtype}"
-    return values_problem(arrays)
+    return None
+
+
+def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -> str | None:
+    """The reason why a client's `arrays` must not be aggregated, or None; the arguments are those of `form_problem`."""
+    return form_problem(arrays, like, expected) or values_problem(arrays)
 
 
 def initial_problem(arrays: Arrays) -> str | None:
@@ -93,12 +105,16 @@ def initial_problem(arrays: Arrays) -> str | None:
     return None
 
 
-def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | None = None) -> dict[int, str]:
-    """Why replies have values that training does not reach, by position.
+def values_problems(
+    cohort: Mapping[int, Arrays], sent: Arrays, variances: Collection[str] | None = None, *, compared: bool = True
+) -> dict[int, str]:
+    """Why the values of clients must not be used, by client: those of `values_problem`, and absurd ones.
 
-    A reply is absurd if both are true for one of its arrays:
+    NaN, infinity and negative variances are problems, since one such reply makes the global model unusable. Absurd
+    values are those that training does not reach. If they are `compared`, a reply is absurd if both are true for one of
+    its arrays:
 
-    - It has a value above 7e12, or above the square of 7e12 in `squares` (by default the running variances).
+    - It has a value above 7e12, or above the square of 7e12 in `variances` (by default the running variances).
     - Its largest change, from `sent` or from zero, is more than 1,000 times the median change of the other replies,
       which is itself below that limit: otherwise the whole run has diverged.
 
@@ -109,24 +125,30 @@ def absurd(replies: Sequence[Arrays], sent: Arrays, squares: Collection[str] | N
 
     With fewer than three replies there is no majority to compare with, so none is absurd.
     """
-    problems: dict[int, str] = {}
-    for i, arrays in enumerate(replies) if len(replies) > 2 else ():
-        if norm(arrays) <= _HUGE:
-            continue  # nearly always
-        squares = variance_keys(arrays) if squares is None else squares
-        for key, value in arrays.items():
-            limit = _HUGE**2 if key in squares else _HUGE
-            if largest_of(value) <= limit:
-                continue
-            changes = [_largest_change(reply[key], sent.get(key)) for reply in replies]
-            middle = float(np.median([*changes[:i], *changes[i + 1 :]]))
-            if middle <= limit and changes[i] > MOST_TIMES * middle:
-                problems[i] = (
-                    f"{key!r} changed by up to {changes[i]:.2g}, and by {middle:.2g} in the median of the other "
-                    f"clients; expected at most {MOST_TIMES:,} times the median for values this large"
-                )
-                break
-    return problems
+    large = {node for node, arrays in cohort.items() if not _is_small(arrays)}  # nearly always empty
+    checks = {node: values_problem if node in large else negative_variance for node in cohort}
+    problems = {node: why for node, check in checks.items() if (why := check(cohort[node], variances))}
+    left = {node: arrays for node, arrays in cohort.items() if node not in problems}
+    found = {node: _absurd(node, left, sent, variances) for node in left if node in large and compared}
+    return problems | {node: why for node, why in found.items() if why}
+
+
+def _absurd(node: int, cohort: Mapping[int, Arrays], sent: Arrays, variances: Collection[str] | None) -> str | None:
+    squares = variance_keys(cohort[node]) if variances is None else variances
+    for key, value in cohort[node].items():
+        limit = _HUGE**2 if key in squares else _HUGE
+        if largest_of(value) <= limit:
+            continue
+        start = sent[key] if key in sent and sent[key].shape == value.shape else 0.0
+        alike = {other: own[key] for other, own in cohort.items() if key in own and own[key].shape == value.shape}
+        changes = {other: float(np.abs(own.astype(np.float64) - start).max()) for other, own in alike.items()}
+        change, middle = changes.pop(node), float(np.median([*changes.values()])) if len(alike) > 2 else math.inf
+        if middle <= limit and change > MOST_TIMES * middle:
+            return (
+                f"{key!r} changed by up to {change:.2g}, and by {middle:.2g} in the median of the other clients; "
+                f"expected at most {MOST_TIMES:,} times the median for values this large"
+            )
+    return None
 
 
 def large_value(model: Arrays) -> str | None:
@@ -137,21 +159,9 @@ def large_value(model: Arrays) -> str | None:
     return None if most is None else f"values of up to {sizes[most]:.2g} ({most!r})"
 
 
-def norm(arrays: Arrays) -> float:
-    """The norm of all values of floats; infinite or NaN if one is, or if their squares are too large.
-
-    It is at least as large as each value, and takes a third of the time of all arrays' minimum and maximum.
-    """
-    return math.sqrt(sum(float(np.vdot(value, value).real) for value in arrays.values() if value.dtype.kind in "fc"))
-
-
 def largest_of(value: Values) -> float:
     """The largest absolute value of floats; NaN if one is NaN."""
     if value.dtype.kind not in "fc" or not value.size:
         return 0.0
     value = np.abs(value) if value.dtype.kind == "c" else value
     return max(-float(value.min()), float(value.max()))
-
-
-def _largest_change(value: Values, sent: Values | None) -> float:
-    return float(np.abs(value.astype(np.float64) - (0.0 if sent is None else sent)).max(initial=0.0))

@@ -20,8 +20,8 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import configs_in, pack, record_of, unpack
-from fedbn_flwr.messages.gate import arrays_problems
-from fedbn_flwr.messages.limits import arrays_problem
+from fedbn_flwr.messages.gate import form_problems
+from fedbn_flwr.messages.limits import form_problem
 from fedbn_flwr.messages.reply import Reply, common_metrics, mean_of_metrics, number_problem, with_arrays, with_content
 from fedbn_flwr.norms.roles import Role, of_roles, roles
 from fedbn_flwr.trees import Json
@@ -125,7 +125,7 @@ class Foreign(Base):
         return [with_arrays(message, whole) for message in messages] if self.hidden else messages
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
-        form = arrays_problem(reply.arrays, sent) if self.hidden else None  # `MeanStatistics` needs all arrays
+        form = form_problem(reply.arrays, sent) if self.hidden else None  # `MeanStatistics` needs all arrays
         if not self.needs_weights:
             return form
         keys = filter(None, (self.weighted_by_key, self.find_attribute("train_loss_key")))  # QFedAvg's weights
@@ -139,7 +139,7 @@ class Foreign(Base):
         # Krum may choose a reply without examples, and would divide by their sum.
         empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
         problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
-        problems |= arrays_problems({node: reply.arrays for node, reply in replies.items()}, sent)
+        problems |= form_problems({node: reply.arrays for node, reply in replies.items()}, sent)
         return problems | super().compare(
             {node: reply for node, reply in replies.items() if node not in problems}, sent
         )

@@ -11,7 +11,7 @@ from itertools import pairwise
 from flwr.app import ArrayRecord, Message
 
 from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed, log_once
-from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.arrays import Arrays, unpack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.limits import large_value
 from fedbn_flwr.messages.quote import one_line
@@ -105,6 +105,9 @@ class Poll:
         """Leave out the replies of these nodes, with the reasons."""
         self.problems += problems.items()
         self.usable = {node: reply for node, reply in self.usable.items() if node not in problems}
+
+    def arrays_of_usable(self) -> dict[int, Arrays]:
+        return {node: reply.arrays for node, reply in self.usable.items()}
 
     def close(self, what: str) -> list[Reply]:
         """The replies to use, in the order of partitions; RunFailed if they are too few."""

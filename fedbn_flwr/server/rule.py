@@ -40,8 +40,8 @@ from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError, few, log_o
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, record_of, unpack
-from fedbn_flwr.messages.gate import arrays_problems, gate, metric_problems, record_problems
-from fedbn_flwr.messages.limits import absurd, initial_problem, size_problem
+from fedbn_flwr.messages.gate import form_problems, gate, metric_problems, record_problems
+from fedbn_flwr.messages.limits import initial_problem, size_problem, values_problems
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import Reply, number_problem, partition_of, with_content
@@ -331,17 +331,14 @@ class Base(Rule):
         """Why the form of a reply is not the one that the messages of the round ask for, or None."""
 
     def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
-        """The problems that only a comparison with the other replies shows, by node.
-
-        Values must not be absurd, and statistics must be within the bounds.
-        """
+        """The problems that only a comparison with the other replies shows, by node: statistics outside of bounds."""
         first: Arrays = next((reply.arrays for reply in replies.values()), {})
-        return self.outliers(replies, sent, [key for key, role in roles(first).items() if role is Role.STATISTICS])
+        return self.outliers(replies, [key for key, role in roles(first).items() if role is Role.STATISTICS])
 
-    def outliers(self, replies: Mapping[int, Reply], sent: Arrays, keys: Sequence[str]) -> dict[int, str]:
-        """The problems of replies that are too far from one another, by node; bounds decide on the arrays `keys`."""
+    def outliers(self, replies: Mapping[int, Reply], keys: Sequence[str]) -> dict[int, str]:
+        """The problems of replies whose arrays `keys` are further from one another than the bounds allow, by node."""
         nodes, cohort = [*replies], [reply.arrays for reply in replies.values()]
-        problems = {**absurd(cohort, sent), **(self.bounds.outliers(cohort, keys) if self.bounds and cohort else {})}
+        problems = self.bounds.outliers(cohort, keys) if self.bounds and cohort else {}
         return {nodes[place]: problem for place, problem in problems.items()}
 
     def clip_updates(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
@@ -409,9 +406,9 @@ class Base(Rule):
         poll.read(round.grid.send_and_receive(queries, timeout=self.reply_timeout), self.arrayrecord_key)
         poll.check(lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or problem(reply))
         poll.leave_out(metric_problems(poll.usable))
-        poll.leave_out(arrays_problems({node: reply.arrays for node, reply in poll.usable.items()}, {}))
-        keys = [*next((reply.arrays for reply in poll.usable.values()), {})]
-        poll.leave_out(self.outliers(poll.usable, {}, keys))
+        poll.leave_out(form_problems(poll.arrays_of_usable(), {}))
+        poll.leave_out(values_problems(poll.arrays_of_usable(), {}))
+        poll.leave_out(self.outliers(poll.usable, [*next(iter(poll.arrays_of_usable().values()), {})]))
         return poll.close(what)
 
     # --- an evaluation ---
@@ -479,6 +476,7 @@ def finish(
         return round.arrays, MetricRecord({"skipped": 1})
     poll.read(replies, base.arrayrecord_key, traits.records)
     poll.check(lambda reply: base.form_problem(round, reply, sent))
+    poll.leave_out(values_problems(poll.arrays_of_usable(), sent, compared=traits.may_be_outlier))
     for rule in chain:
         poll.check(partial(rule.problem, round))
     if traits.may_be_outlier:

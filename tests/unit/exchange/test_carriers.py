@@ -13,7 +13,7 @@ from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-unty
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.exchange.carriers import ExchangesDone, contribution_problem
+from fedbn_flwr.exchange.carriers import ExchangesDone, judge
 from fedbn_flwr.exchange.codec import END, Agreement, Contribution
 from fedbn_flwr.server.poll import Poll
 from fedbn_flwr.strategies import FedTAN, Round
@@ -128,16 +128,13 @@ MOMENTS = Contribution("norm", "moments", {"mean": np.zeros(2), "var": np.ones(2
     ],
 )
 def test_what_cannot_be_used_is_named(contribution: Contribution, says: str) -> None:
-    assert re.search(says, str(contribution_problem(contribution, ["first"])))
+    (problem,) = judge([1], {1: contribution}, ["first"], None)[1]
+    assert re.search(says, problem[1])
 
 
 def test_gradients_with_respect_to_a_variance_may_be_negative() -> None:
-    assert (
-        contribution_problem(
-            replace(MOMENTS, kind="gradients", tensors={"mean": -np.ones(2), "var": -np.ones(2)}), ["norm"]
-        )
-        is None
-    )
+    gradients = replace(MOMENTS, kind="gradients", tensors={"mean": -np.ones(2), "var": -np.ones(2)})
+    assert judge([1], {1: gradients}, ["norm"], None) == ({1: gradients}, [])
 
 
 def test_moments_agree_to_those_of_the_union() -> None:
@@ -159,7 +156,7 @@ def test_a_contribution_that_would_make_the_mean_overflow_is_left_out() -> None:
     _, expected, _ = run({7: script[7], 9: script[9]})
     assert done.nodes == [7, 9]
     assert len(reasons) == 1
-    assert "(node 8): 'mean' has values of up to 1e+30; expected at most 6.5e+18" in reasons[0]
+    assert "(node 8): moments: 'mean' has values of up to 1e+30; expected at most 6.5e+18" in reasons[0]
     agreed, alone = found.asked[-1][1], expected.asked[-1][1]
     assert agreed is not None
     assert alone is not None
