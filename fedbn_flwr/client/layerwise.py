@@ -16,24 +16,17 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from flwr.app import ConfigRecord, Context, RecordDict
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.exchange.codec import (
-    TIME_LIMIT,
-    Agreement,
-    Contribution,
-    agreement_from_records,
-    from_bytes,
-    to_bytes,
-)
+from fedbn_flwr.exchange.codec import TIME_LIMIT, Agreement, Contribution, agreement_from_records
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.arrays import config_of, unpack
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import arrays_of, other_arrays
 
@@ -45,7 +38,8 @@ Client = TypeVar("Client")
 Result = TypeVar("Result")
 Sent = TypeVar("Sent")  # what a session sends to an exchange: the contribution of one client, or of several
 
-# A record of the client's state that identifies its round; with "/0" the model, with "/1", "/2", ... the agreements.
+# A record of the client's state that identifies its round; with "/0" the model, with "/1", "/2", ... the agreements,
+# each with the config of its message.
 _ROUND = "fedbn.layerwise"
 
 
@@ -214,9 +208,8 @@ def train_by_messages(
     if agreement is None:
         _forget(context)
         context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
-        context.state[f"{_ROUND}/0"] = arrays_of(content)
-    else:
-        context.state[f"{_ROUND}/{step}"] = ConfigRecord({"agreement": to_bytes(agreement)})
+    context.state[f"{_ROUND}/{step}"] = arrays_of(content)
+    context.state[f"{_ROUND}/{step}/config"] = config_of(content)
     place, round_id = _place(context)
     parked = parked_rounds.take(place, round_id, step)
     if parked is None:
@@ -285,10 +278,9 @@ def _replay(
     make: MakeBNClient, context: Context, config: Config, extras: dict[str, Arrays], round_id: str
 ) -> ParkedRound:
     """A round that will replay what the client's state has of it."""
-    steps = range(int(config[protocol.EXCHANGE_STEP]) + 1)
-    stored: list[Any] = [context.state.get(f"{_ROUND}/{step}") for step in steps]
-    if None in stored:
-        raise MessageError(f"the client's state does not have the result of exchange {stored.index(None)}")
-    model, *agreed = stored
-    agreements = [agreement_from_records(from_bytes(record["agreement"])) for record in agreed]
-    return ParkedRound(make(), unpack(model), config, extras, agreements, round_id)
+    steps = [f"{_ROUND}/{step}" for step in range(int(config[protocol.EXCHANGE_STEP]) + 1)]
+    if missing := [step for step, key in enumerate(steps) if key not in context.state]:
+        raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
+    model, *agreed = [{"arrays": context.state[key], "config": context.state[f"{key}/config"]} for key in steps]
+    agreements = [agreement_from_records(RecordDict(records)) for records in agreed]
+    return ParkedRound(make(), unpack(arrays_of(model)), config, extras, agreements, round_id)
