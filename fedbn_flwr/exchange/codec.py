@@ -1,4 +1,4 @@
-"""The values of one exchange, converted to Flower's records and to bytes, and back.
+"""The values of one exchange, converted to Flower's records and back.
 
 A client sends a `Contribution`, and the server answers with an `Agreement`. Neither trusts the other: invalid content
 raises `MessageError`.
@@ -15,10 +15,8 @@ from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.gate import checked_content
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import partition_of
-from fedbn_flwr.messages.serialization import dump, parse
 
 TEXT_LIMIT = 1000  # the most characters of a text that a client sends
 TIME_LIMIT = 3600  # the most seconds that a strategy may wait for an exchange
@@ -104,16 +102,3 @@ def _number(numbers: MetricRecord, key: str) -> float:
     if not isinstance(value, int | float) or (key != protocol.NUM_EXAMPLES and value % 1):
         raise MessageError(f"its metrics have {key!r} = {shown(value)}; expected a whole number")
     return value
-
-
-def to_bytes(value: Contribution | Agreement) -> bytes:
-    return dump(contribution_to_records(value) if isinstance(value, Contribution) else agreement_to_records(value))
-
-
-def from_bytes(data: bytes) -> RecordDict:
-    """The records of a contribution or an agreement."""
-    try:
-        content = parse(data, RecordDict)
-    except ValueError:
-        raise MessageError("its bytes are not records") from None
-    return checked_content(content)

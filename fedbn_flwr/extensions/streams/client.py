@@ -11,10 +11,19 @@ from dataclasses import replace
 from typing import Any
 
 import grpc
+from flwr.app import RecordDict
 
 from fedbn_flwr.client.rule import ClientRule, Key, LocalRound
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, from_bytes, to_bytes
+from fedbn_flwr.exchange.codec import (
+    Agreement,
+    Contribution,
+    agreement_from_records,
+    agreement_to_records,
+    contribution_to_records,
+)
+from fedbn_flwr.messages.gate import checked_content
+from fedbn_flwr.messages.serialization import dump, parse
 
 CONTRIBUTE = "/fedbn.Exchange/Exchange"  # a contribution, answered by the agreement
 FAILED = "/fedbn.Exchange/Failed"  # the reason why a client sends no contribution
@@ -40,6 +49,19 @@ DIRECT_TIMEOUT = "fedbn.direct-timeout"
 
 CONNECT_SECONDS = 30
 SLACK_SECONDS = 15  # that a client waits beyond the server's time limit
+
+
+def to_bytes(value: Contribution | Agreement) -> bytes:
+    return dump(contribution_to_records(value) if isinstance(value, Contribution) else agreement_to_records(value))
+
+
+def from_bytes(data: bytes) -> RecordDict:
+    """The records of a contribution or an agreement."""
+    try:
+        content = parse(data, RecordDict)
+    except ValueError:
+        raise MessageError("its bytes are not records") from None
+    return checked_content(content)
 
 
 class Streams(ClientRule):

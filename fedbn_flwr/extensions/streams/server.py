@@ -30,8 +30,6 @@ from fedbn_flwr.exchange.codec import (
     Agreement,
     Contribution,
     contribution_from_records,
-    from_bytes,
-    to_bytes,
 )
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.reply import with_config
@@ -46,6 +44,8 @@ from .client import (
     FAILED,
     KEEPALIVE,
     TOKEN,
+    from_bytes,
+    to_bytes,
 )
 from .config import ExchangeConfig
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.exchange.codec import Contribution, to_bytes
+from fedbn_flwr.exchange.codec import Contribution
 from fedbn_flwr.extensions.streams import client
+from fedbn_flwr.extensions.streams.client import to_bytes
 from tests.support.attacks import BAD
 from tests.support.federations import Arrays, Federations, models_of, same
 from tests.support.hostile import CLIENTS, kept_log

@@ -22,10 +22,8 @@ from fedbn_flwr.exchange.codec import (
     Agreement,
     Contribution,
     contribution_from_records,
-    from_bytes,
-    to_bytes,
 )
-from fedbn_flwr.extensions.streams.client import CONTRIBUTE, FAILED, TOKEN, service_at
+from fedbn_flwr.extensions.streams.client import CONTRIBUTE, FAILED, TOKEN, from_bytes, service_at, to_bytes
 from fedbn_flwr.extensions.streams.config import ExchangeConfig
 from fedbn_flwr.extensions.streams.server import ExchangeService
 from tests.support.network import make_keys, missing_tools
