@@ -321,16 +321,15 @@ def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> 
     The draw is fixed: all runs and all seeds get the same examples, and a smaller number is a subset of a larger one,
     up to rounding in each group.
     """
-    groupings = [dataset.strata(), *dataset.groupings]
-    train = [grouping.train for grouping in groupings]
-    test = [grouping.test for grouping in groupings if grouping.test is not None]
-    rows = []
-    for key, count, columns in (("examples", examples, train), ("test_examples", test_examples, test)):
-        total = len(columns[0])
-        if count is not None and count > total:
-            words = "training" if key == "examples" else "test"
+    groupings, rows = [dataset.strata(), *dataset.groupings], []
+    for key, part, words, count in (
+        ("examples", "train", "training", examples),
+        ("test_examples", "test", "test", test_examples),
+    ):
+        columns = [column for grouping in groupings if (column := getattr(grouping, part)) is not None]
+        if count is not None and count > (total := len(columns[0])):
             raise DataError(f"data.{key} is {count}, but {dataset.name!r} has {total} {words} examples")
-        rows.append(torch.arange(total) if count is None else draw(count, columns))
+        rows.append(torch.arange(len(columns[0])) if count is None else draw(count, columns))
     return dataset.select(*rows)
 
 

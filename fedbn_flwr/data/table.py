@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,7 +49,7 @@ class Table:
         shown = [f"{name} ({self.kind(name)})" for name in self.names[:_SHOWN]]
         return ", ".join(shown) + (f", ... ({len(self.names)} columns)" if len(self.names) > _SHOWN else "")
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         return list(self.columns.column_names)
 
@@ -74,15 +75,17 @@ class Table:
     # --- types ---
 
     def kind(self, column: str) -> str:
-        """The type of a column in words, on which sites agree: int64, string and so on; Image, or array."""
+        """The type of a column in words, on which sites agree: int64, string and so on; Image; array; or list."""
         kind = self.columns.schema.field(column).type
         if column in self.classes:
             return "ClassLabel"
         if kind == FILE:
             return "Image"
         is_streamed = column == "inputs" and self.items is not None
-        if is_streamed or pa.types.is_nested(kind) or isinstance(kind, pa.BaseExtensionType):
+        if is_streamed or pa.types.is_fixed_size_list(kind) or isinstance(kind, pa.BaseExtensionType):
             return "array"
+        if pa.types.is_nested(kind):
+            return "list"
         return {"double": "float64", "float": "float32", "halffloat": "float16"}.get(str(kind), str(kind))
 
     def is_number(self, column: str) -> bool:
@@ -93,7 +96,7 @@ class Table:
 
     def is_array(self, column: str) -> bool:
         """Whether each example has an array or an image, instead of one number, text or date."""
-        return self.kind(column) in ("array", "Image")
+        return self.kind(column) in ("array", "list", "Image")
 
     # --- values ---
 
@@ -131,7 +134,7 @@ class Table:
 
     def absent(self, column: str) -> np.ndarray:
         """Which rows have no value, or an array that lacks one."""
-        if self.kind(column) != "array":
+        if not self.is_array(column):
             return _numpy(pc.is_null(self.columns[column], nan_is_null=True).cast(pa.uint8())) > 0
         values = self.rows("", column)
         return cast(np.ndarray, (values != values).reshape(len(self), -1).any(1))
@@ -243,7 +246,8 @@ def joined(name: str, train: Table, test: Table | None = None) -> Table:
     """The rows of the training split, followed by those of the test split, if there is one."""
     if test is None:
         return train
-    parts = [train.columns, test.columns.select([column for column in train.names if column in test.names])]
+    known = {*test.names}
+    parts = [train.columns, test.columns.select([column for column in train.names if column in known])]
     for column in parts[1].column_names:
         kinds = {part.schema.field(column).type for part in parts}
         if len(kinds) > 1 and pa.string() in kinds and not any(map(pa.types.is_nested, kinds)):
@@ -261,7 +265,7 @@ def joined(name: str, train: Table, test: Table | None = None) -> Table:
         counts=(len(train), len(test)),
         items=train.items and torch.utils.data.ConcatDataset([train.items, test.items]),
         fingerprint=train.fingerprint + test.fingerprint,
-        only_train=tuple(column for column in train.names if column not in test.names),
+        only_train=tuple(column for column in train.names if column not in known),
     )
 
 

@@ -216,8 +216,8 @@ def _checked(table: Table, source: Source, described: Json, path: Path, ident: s
     if ident is not None and ident not in table.names:
         raise UserError(f"--id {ident!r} is not a column of {str(path)!r}{there}")
     inputs = dict(zip(described.get("inputs", ()), described.get("types", ()), strict=True))
-    needed = [*(inputs or source.inputs), *filter(None, (source.series, source.time))]
-    if absent := [name for name in needed if name not in table.names]:
+    needed, known = [*(inputs or source.inputs), *filter(None, (source.series, source.time))], {*table.names}
+    if absent := [name for name in needed if name not in known]:
         raise UserError(
             f"{str(path)!r} has no column {few(map(repr, absent), 8)}; the model needs {few(needed, 20)}{there}"
         )

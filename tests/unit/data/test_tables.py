@@ -242,6 +242,8 @@ def test_columns_of_lists_are_arrays(tmp_path: Path) -> None:
     lists["ragged"] = [[1.0] * (1 + row % 2) for row in range(12)]
     pd.DataFrame(lists).to_parquet(tmp_path / "series.parquet")
     chosen: dict[str, Any] = {"label": "kind", "test": 0.25}
+    pd.DataFrame({"age": np.arange(12.0), **lists}).to_parquet(tmp_path / "more.parquet")
+    assert opened(tmp_path / "more.parquet", **chosen).input_names == ("age",), "lists are inputs if they are named"
     series = opened(tmp_path / "series.parquet", inputs="signal", **chosen)
     assert series.shape == (2, 6)
     with pytest.raises(DataError, match=r"data\.shape is \[2, 7\], but .* has inputs of shape \[2, 6\]"):
