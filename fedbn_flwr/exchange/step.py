@@ -107,7 +107,8 @@ def normalise(exchanges: Exchanges, name: str, layer: _BatchNorm, y: Tensor) -> 
     beta = torch.zeros_like(moments.mean) if layer.bias is None else layer.bias
     # Inputs need no gradient, but backward must reach this function.
     start = y if y.requires_grad else y.detach().requires_grad_()
-    return exchanges.norm(layer, start, gamma, beta, moments)
+    out: Tensor = ExchangingNorm.apply(start, gamma, beta, layer, moments, exchanges)  # type: ignore[no-untyped-call]
+    return out
 
 
 class ExchangingNorm(torch.autograd.Function):
@@ -125,43 +126,23 @@ class ExchangingNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         (y, gamma), moments, eps = ctx.saved_tensors, ctx.moments, ctx.layer.eps
-        inverse = torch.rsqrt(moments.var + eps)
-        d_gamma, d_beta = affine_gradients(d_out, y, gamma, moments.mean, moments.var, eps)
-        d_mean, d_var = direct_gradients(d_gamma, d_beta, gamma, inverse)
-        d_mean, d_var = ctx.exchanges.gradients(moments, d_mean, d_var)
-        d_y = input_gradient(d_out, y, gamma, moments.mean, inverse, d_mean, d_var, moments.size)
+        mean, var, size = moments.mean, moments.var, moments.size
+        inverse = torch.rsqrt(var + eps)
+        # The forward pass, whose statistics were given, saved nothing, and a GPU does not accept None for it.
+        unsaved = mean.new_empty(0)
+        _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
+            d_out, y, gamma, mean, var, unsaved, unsaved, False, eps, [False, True, True]
+        )
+        direct = -gamma * inverse * d_beta, -0.5 * gamma * inverse.square() * d_gamma
+        d_mean, d_var = ctx.exchanges.gradients(moments, *direct)
+        # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
+        # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
+        slope = d_var * (2 / size)
+        shift = d_mean / size - slope * mean
+        zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
+        d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
+        d_y.addcmul_(d_out, (gamma * inverse).view([1, -1] + [1] * (y.ndim - 2)))
         return d_y, d_gamma, d_beta, None, None, None
-
-
-def affine_gradients(
-    d_out: Tensor, y: Tensor, gamma: Tensor, mean: Tensor, var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The gradients with respect to gamma and beta."""
-    # The forward pass, whose statistics were given, saved nothing, and a GPU does not accept None for it.
-    unsaved = mean.new_empty(0)
-    _, d_gamma, d_beta = torch.ops.aten.native_batch_norm_backward(
-        d_out, y, gamma, mean, var, unsaved, unsaved, False, eps, [False, True, True]
-    )
-    return d_gamma, d_beta
-
-
-def direct_gradients(d_gamma: Tensor, d_beta: Tensor, gamma: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-    """The direct gradients with respect to the mean and the variance; `inverse` is 1 / sqrt(var + eps)."""
-    return -gamma * inverse * d_beta, -0.5 * gamma * inverse.square() * d_gamma
-
-
-def input_gradient(
-    d_out: Tensor, y: Tensor, gamma: Tensor, mean: Tensor, inverse: Tensor,
-    d_mean: Tensor, d_var: Tensor, size: float | Tensor,
-) -> Tensor:  # fmt: skip
-    """The gradient with respect to y; `d_mean` and `d_var` are the agreed ones, and `size` is B_i r."""
-    # d_out * gamma / sqrt(var + eps) + slope * y + shift; the latter by batch norm's kernel, in one pass. It is
-    # called directly because F.batch_norm of PyTorch 2.11 refuses eps = 0.
-    slope = d_var * (2 / size)
-    shift = d_mean / size - slope * mean
-    zeros, ones = torch.zeros_like(mean), torch.ones_like(mean)
-    d_y = torch.batch_norm(y, slope, shift, zeros, ones, False, 0.0, 0.0, torch.backends.cudnn.enabled)
-    return d_y.addcmul_(d_out, (gamma * inverse).view([1, -1] + [1] * (y.ndim - 2)))
 
 
 @dataclass(eq=False)
@@ -206,11 +187,6 @@ class Exchanges:
             losses.backward(torch.ones_like(losses))
         self.finish()
         return losses.detach()
-
-    def norm(self, layer: _BatchNorm, y: Tensor, gamma: Tensor, beta: Tensor, moments: Moments) -> Tensor:
-        """Normalise y with the agreed moments; the backward pass exchanges gradients."""
-        out: Tensor = ExchangingNorm.apply(y, gamma, beta, layer, moments, self)  # type: ignore[no-untyped-call]
-        return out
 
     def moments(self, layer: str, y: Tensor) -> Moments:
         """The agreed mean and variance of a layer's input y [N, C, ...]."""

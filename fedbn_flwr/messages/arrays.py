@@ -120,11 +120,6 @@ def record_of(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
     return pack(unpack(arrays))
 
 
-def in_memory(record: ArrayRecord) -> ArrayRecord:
-    """The record with all its arrays in memory; the same record if nothing had to be read."""
-    return record if {*map(type, record.values())} <= {Array} else record_of(record)
-
-
 def _read(key: str, array: FlowerArray) -> Values:
     try:
         if array.stype != SType.NUMPY:

@@ -25,7 +25,7 @@ from fedbn_flwr.norms.roles import Role, of_roles
 from fedbn_flwr.tasks import SHARES
 
 from . import protocol
-from .arrays import Arrays, in_memory
+from .arrays import Array, Arrays, record_of
 from .limits import MOST_EXAMPLES, form_problem, largest, values_problems
 from .quote import one_line, shown
 from .reply import Reply, is_partition, metric_name, partition_of, refusal, with_content
@@ -54,8 +54,8 @@ def checked_content(content: RecordDict) -> RecordDict:
     for name, record in content.items():
         match record:
             case ArrayRecord():
-                if (arrays := in_memory(record)) is not record:
-                    read[name] = arrays
+                if not {*map(type, record.values())} <= {Array}:
+                    read[name] = record_of(record)
             case MetricRecord():
                 _check_metrics(record)
             case ConfigRecord():
