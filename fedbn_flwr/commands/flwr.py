@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="processes of the local engine (one per core); with 0 a debugger can stop in a client's code",
     )
-    parser.add_argument("--stream", action="store_true", help=argparse.SUPPRESS)  # of `flwr run`, refused below
+    parser.add_argument("--stream", action="store_true", help=argparse.SUPPRESS)  # as of `flwr run`; it is so always
 
 
 def _project(app: Path) -> Tree:
@@ -82,10 +82,6 @@ def flwr(arguments: argparse.Namespace) -> int:
 
     from .simulation import check_federation, run_app
 
-    if arguments.stream:
-        raise SettingsError(
-            "--stream: `fedbn flwr run` always prints the log and waits until the run ends; leave it out"
-        )
     app = Path(arguments.app).expanduser().resolve()
     project = _project(app)
     run_config: Tree = parse_pairs(arguments.run_config, "--run-config")

@@ -239,12 +239,6 @@ class Sweep:
     values: list[str]  # in words; numbers in their order
     lines: dict[str, dict[str, Row]]  # label -> value in words -> row
 
-    @property
-    def measures(self) -> list[MetricKey]:
-        """The measure that runs are compared by, and the same one of other models."""
-        rows = [row for line in self.lines.values() for row in line.values()]
-        return both(headline(runs_of(rows)), rows)
-
 
 def sweeps(rows: Sequence[Row]) -> list[Sweep]:
     """The sweeps among the chosen rows; if several keys have several values, the last one is compared."""

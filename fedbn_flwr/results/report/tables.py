@@ -26,6 +26,7 @@ from ..read.runs import Run
 from .rows import (
     Row,
     Sweep,
+    both,
     candidates,
     choose,
     deviation,
@@ -294,7 +295,8 @@ def _clients_differ(run: Run) -> bool:
 
 def measures_of_sweep(sweep: Sweep, form: ReportForm) -> list[MetricKey]:
     """A table and a panel each: the columns that are asked for, or what its runs are compared by."""
-    return list(map(MetricKey.parse, form.columns)) or sweep.measures
+    rows = [row for line in sweep.lines.values() for row in line.values()]
+    return list(map(MetricKey.parse, form.columns)) or both(headline(runs_of(rows)), rows)
 
 
 def sweep_tables(sweep: Sweep, form: ReportForm = DEFAULT) -> list[Table]:
