@@ -101,7 +101,7 @@ def ends_after(values: list[float], patience: int, least: float, every: int) -> 
     [
         ({"validation": 0.1}, "validation_accuracy"),
         ({}, "accuracy"),
-        ({"every": 2}, "accuracy"),
+        ({"every": 3}, "accuracy"),  # patience is over between two evaluated rounds
     ],
 )
 @pytest.mark.parametrize("least", [0.0, 0.02])

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -76,12 +76,10 @@ class RunFolder(RunReader):
                 "another --out"
             )
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Lock the folder, as `lock.locked`."""
         self._make()
-        with locked(self.path):
-            yield
+        return locked(self.path)
 
     def _make(self) -> None:
         try:

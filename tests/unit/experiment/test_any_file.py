@@ -144,7 +144,7 @@ def test_an_error_names_the_key_that_was_changed(key: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("given", "message"),
     [
         ("sizes: 3", "sizes must map a size to changes"),
         ("data: {partition: {kind: {}}}", "data.partition.kind={} is not a partition"),
@@ -175,10 +175,12 @@ def test_an_error_names_the_key_that_was_changed(key: str, value: str) -> None:
         ("train: {schedule: {kind: cosine, gamma: 0.5}}", "train.schedule: gamma (0.5) is for kind step, but"),
         ("train: {schedule: {milestones: [0.1]}}", "train.schedule: milestones ([0.1]) are for kind step, but kind is"),
         ("train: {schedule: {kind: step, gamma: 2.0}}", "train.schedule.gamma is 2.0: expected at most"),
+        (("{}", "train.lr=["), "train.lr: not readable as YAML"),
+        (("{}", "strategy={a: .nan}"), "strategy: a is nan; expected a finite number"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, message: str) -> None:
-    assert message in fault(text)
+def test_what_is_wrong_is_named(given: str | tuple[str, str], message: str) -> None:
+    assert message in fault(*([given] if isinstance(given, str) else given))
 
 
 def test_changes_that_a_blank_has_split_need_quotes() -> None:
@@ -186,14 +188,6 @@ def test_changes_that_a_blank_has_split_need_quotes() -> None:
     message = fault("{}", *split_changes("rounds=2 strategy={name: FedTAN}"))
     assert message.startswith("'FedTAN}' is not of the form key=value")
     assert message.endswith("put one that has blanks in quotes: 'strategy={name: FedBN}'")
-
-
-def test_an_override_is_named_by_its_key() -> None:
-    for word, message in (
-        ("train.lr=[", "train.lr: not readable as YAML"),
-        ("strategy={a: .nan}", "strategy: a is nan; expected a finite number"),
-    ):
-        assert fault("{}", word).startswith(message)
 
 
 def test_a_file_with_wrong_yaml_or_without_any_is_named_and_control_characters_are_not_repeated(

@@ -204,8 +204,10 @@ def test_errors_of_yaml_are_one_line_with_the_place_and_without_an_excerpt(text:
 # --- overrides and merging ---------------------------------------------------
 
 
-def test_overrides_are_yaml_values_at_a_path() -> None:
-    found = parse_overrides(["rounds=3", "train.lr=1e-2", "train.steps=5", "data.name=a=b", "data.augment=[flip]"])
+def test_overrides_are_yaml_values_at_a_path_of_which_the_last_counts() -> None:
+    found = parse_overrides(
+        ["rounds=1", "rounds=3", "train.lr=1e-2", "train.steps=5", "data.name=a=b", "data.augment=[flip]"]
+    )
     assert found == {
         "rounds": 3,
         "train": {"lr": 0.01, "steps": 5},

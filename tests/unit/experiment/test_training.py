@@ -147,6 +147,7 @@ def test_what_cannot_train_is_refused_before_training(text: str, words: str) -> 
         "train: {optimizer: rmsprop, momentum: 0.5, weight_decay: 0.1, keep_momentum: true}",
         "train: {loss: {name: 'training_parts:margin', width: 2.0}, schedule: 'training_parts:halved'}",
         "train: {class_weights: balanced, label_smoothing: 0.1}",
+        "train: {optimizer: adamw, keep_momentum: true}",
     ],
 )
 def test_what_can_train_is_accepted(text: str) -> None:
