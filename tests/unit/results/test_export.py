@@ -19,6 +19,7 @@ from fedbn_flwr import Result, build_model, cli, run
 from fedbn_flwr.errors import MissingPackage, UserError
 from fedbn_flwr.results.read import portable
 from fedbn_flwr.results.read.portable import folded
+from tests.support.marks import slow_except
 
 SETTINGS: Mapping[str, Any] = {
     "rounds": 1,
@@ -62,7 +63,11 @@ def expected(result: Result, client: int | None, inputs: np.ndarray) -> np.ndarr
 
 
 @pytest.mark.parametrize(
-    ("form", "client", "fold"), [("torch", None, False), ("torch", 1, True), ("onnx", 1, False), ("onnx", None, True)]
+    ("form", "client", "fold"),
+    slow_except(
+        [("torch", 1, True)],
+        [("torch", None, False), ("torch", 1, True), ("onnx", 1, False), ("onnx", None, True)],
+    ),
 )
 def test_a_model_loads_where_this_project_is_not(
     form: Any, client: int | None, fold: bool, trained: Result, tmp_path: Path
