@@ -230,7 +230,9 @@ def test_the_query_is_asked_in_evaluated_rounds_and_counted_apart(runs: dict[str
 
 def test_standalone_without_clients_evaluation_is_refused() -> None:
     (run,) = load_experiment("strategy: {name: Standalone}\nevaluate: {clients: false}").runs
-    with pytest.raises(SettingsError, match=r"evaluate\.clients is false, but strategy Standalone trains no global model"):
+    with pytest.raises(
+        SettingsError, match=r"evaluate\.clients is false, but strategy Standalone trains no global model"
+    ):
         make_rule(run)
 
 
