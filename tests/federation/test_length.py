@@ -100,7 +100,7 @@ def ends_after(values: list[float], patience: int, least: float, every: int) -> 
     ("evaluate", "key"),
     [
         ({"validation": 0.1}, "validation_accuracy"),
-        ({}, "accuracy"),
+        pytest.param({}, "accuracy", marks=pytest.mark.slow),
         ({"every": 3}, "accuracy"),  # patience is over between two evaluated rounds
     ],
 )

@@ -23,7 +23,6 @@ from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.tensors import initial_arrays
-from tests.support.marks import slow_except
 from tests.support.series import CLIENTS, Text
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of PyTorch about itself
@@ -87,11 +86,9 @@ def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
     return max(float(np.abs(a[key] - b[key]).max()) for key in a)
 
 
-QUICK = ("FixBN",)  # its steps have frozen statistics in the second round
-
-
 @compiles
-@pytest.mark.parametrize("rule", slow_except(QUICK, sorted(STRATEGIES)))
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", sorted(STRATEGIES))
 def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, flower_log: pytest.LogCaptureFixture) -> None:
     """They differ by no more than what a change of the initial weights' last bits makes, times ten."""
     first = dict(initial_arrays(net(norm=NORMS.get(rule, "bn"))))
