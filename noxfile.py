@@ -55,9 +55,9 @@ def test(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """All strategies on Ray, Flower's runtime, failing sites, notebooks, packages, and more cases of faster tests."""
-    # Two processes more than cores: these tests wait for most of their time. The limit is above tests' own patience,
-    # so a program that hangs is shown with what it has printed.
-    options = ("-n", "4", "-m", "slow and not nightly", "--timeout=1800", "--durations=25")
+    # One process more than cores: these tests wait a lot, but Ray and sites are slow beside too many of their kind. The
+    # limit is above the tests' own patience, so a program that hangs is shown with what it has printed.
+    options = ("-n", "3", "-m", "slow and not nightly", "--timeout=1800", "--durations=25")
     run(session, "pytest", *options, *session.posargs)
 
 
