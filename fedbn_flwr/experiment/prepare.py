@@ -175,7 +175,8 @@ def check_moments(run: Settings, rule: Rule) -> None:
     )
     limits = "strategy.bounds limits the influence of one client, and sums have no limit"
     why = limits if hides is None else f"{name} {hides}"
-    refuse([(hides is not None or rule.base.bounds is not None, f"{asks} but {why}; {instead}")])
+    if hides is not None or rule.base.bounds is not None:
+        raise SettingsError(f"{asks} but {why}; {instead}")
 
 
 def _check_demands(spec: Tree, clients: int) -> None:
