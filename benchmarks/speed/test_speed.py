@@ -32,6 +32,7 @@ def test_figures_are_printed_as_json() -> None:
             assert figure["goal"]
 
 
+@pytest.mark.slow
 def test_a_round_is_never_shorter_than_the_bound_that_it_is_measured_by() -> None:
     steps = np.repeat([1, 2], 50)
     images = random_images(40, torch.device("cpu"))

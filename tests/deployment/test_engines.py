@@ -54,6 +54,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_one_process_and_several_give_the_same_arrays(local: Path, tmp_path: Path) -> None:
     run_here(EXPERIMENT, "engine.workers=0", "--device", "cpu", "--out", tmp_path / "out")
     assert arrays(tmp_path / "out") == arrays(local)

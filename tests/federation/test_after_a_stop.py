@@ -84,6 +84,7 @@ def test_the_command_after_a_failure_continues_with_an_edited_module(tmp_path: P
     assert RunFolder(folder).history()[-1]["round"] == 4
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_the_round_and_the_command(tmp_path: Path) -> None:
     text = "{name: long, rounds: 5000, clients: 2, data: {examples: 40}, train: {steps: 1}, engine: {workers: 0}}"
     words = ["run", text, "--out", "my runs"]

@@ -137,6 +137,7 @@ class Failing:
         return call_next(message, context)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_with_the_moments_with_which_it_began(folders: Path, tmp_path: Path) -> None:
     """No site is asked again."""
     straight = run(folders, tmp_path / "straight", strategy=FEDTAN, nodes=SMALL)

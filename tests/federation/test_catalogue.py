@@ -38,8 +38,7 @@ def check(experiment: Experiment, out: Path) -> None:
 
 
 # One or two of each folder.
-QUICK = ("demo", "quick", "fedbs/mnist", "fedtan/mnist", "fedtan/one-step", "fixbn/table1", "fixbn/clients",
-         "ours/heart")  # fmt: skip
+QUICK = ("demo", "quick", "fedtan/mnist", "ours/heart")
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, shipped_experiments()))

@@ -22,6 +22,7 @@ from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.result import Results
 from tests.support.command import ROOT
+from tests.support.marks import slow_except
 from tests.support.sessions import outcome, session
 
 CPU = torch.device("cpu")
@@ -60,6 +61,7 @@ def summary(folder: Path) -> dict[str, Any]:
 # --- the best round ----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_best_round_is_that_of_the_validation_images(page: Path) -> None:
     lines, found = RunFolder(page).history(), summary(page)
     accuracies = [line["validation_accuracy"] for line in lines]
@@ -109,7 +111,7 @@ def test_server_and_clients_measure_the_same_validation_accuracy(tmp_path: Path)
     assert not [key for key in clients if key.startswith("clients_validation") or "examples" in key]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", slow_except({0}, [0, 2]))
 def test_a_resumed_run_has_the_same_best_round_and_files(workers: int, tmp_path: Path) -> None:
     session("best round", tmp_path / "straight")
     for stop in (1, 3, 0):

@@ -90,7 +90,8 @@ def lines(done: subprocess.CompletedProcess[str], word: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith(word)]
 
 
-@pytest.mark.parametrize("app", [NEW, pytest.param(OLD, marks=pytest.mark.slow)], ids=["new", "old"])
+@pytest.mark.slow
+@pytest.mark.parametrize("app", [NEW, OLD], ids=["new", "old"])
 def test_two_runs_have_equal_models_however_many_workers_serve(app: str, tmp_path: Path) -> None:
     first, second, alone = (run(tmp_path, app, "--workers", number) for number in ("3", "3", "0"))
     models = [[line.split(" server")[0] for line in lines(done, "model")] for done in (first, second, alone)]

@@ -621,6 +621,7 @@ def test_fedavg_and_fedprox_drive_the_template_s_client(project: Project, name: 
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", slow_except({FedAvg}, [FedAvg, flower.FedAvg]), ids=["ours", "Flower's"])
 def test_fixbn_refuses_the_template_s_client_in_the_first_frozen_round(
     project: Project, base: type[flower.FedAvg]
@@ -667,6 +668,7 @@ def blocks(page: str) -> list[str]:
     return python_blocks((ROOT / "docs" / page).read_text())
 
 
+@pytest.mark.slow
 def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path: Any) -> None:
     task = (
         "\n\ndef train_batches(model, loader, lr):\n"

@@ -15,6 +15,7 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.results.result import Result
 from tests.federation.test_resume import states_of
+from tests.support.marks import slow_except
 from tests.support.sessions import outcome
 
 Changes = dict[str, Any]
@@ -45,7 +46,7 @@ CASES: Mapping[str, Changes] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_except({"FedBN", "keep_momentum"}, CASES))
 def test_two_rounds_and_two_more_are_four(case: str, tmp_path: Path) -> None:
     settings = CASES[case]
     whole = run({}, rounds=4, out=tmp_path / "whole", **settings)
@@ -101,10 +102,11 @@ def ends_after(values: list[float], patience: int, least: float, every: int) -> 
     [
         ({"validation": 0.1}, "validation_accuracy"),
         pytest.param({}, "accuracy", marks=pytest.mark.slow),
-        ({"every": 3}, "accuracy"),  # patience is over between two evaluated rounds
+        # Patience is over between two evaluated rounds.
+        pytest.param({"every": 3}, "accuracy", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("least", [0.0, 0.02])
+@pytest.mark.parametrize("least", slow_except({0.02}, [0.0, 0.02]))
 def test_a_run_ends_when_nothing_is_better(evaluate: Changes, key: str, least: float, tmp_path: Path) -> None:
     settings = small(evaluate=evaluate, train={"lr": 0.3})
     whole = run({}, rounds=14, out=tmp_path / "whole", **settings)
@@ -130,6 +132,7 @@ def test_a_run_ends_when_nothing_is_better(evaluate: Changes, key: str, least: f
     assert outcome(more.folder) == outcome(whole.folder)
 
 
+@pytest.mark.slow
 def test_the_report_and_the_status_say_that_a_run_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "rounds=9",

@@ -116,6 +116,7 @@ runs: {FedAvg: {}, FedTAN: {strategy: FedTAN}, FixBN: {strategy: {name: FixBN, f
 )
 
 
+@pytest.mark.slow
 def test_partitions_of_all_seeds_are_checked_before_the_first_run_trains(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

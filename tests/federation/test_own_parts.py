@@ -100,6 +100,7 @@ def test_an_experiment_of_the_page_runs(name: str, tmp_path: Path) -> None:
     assert [line["round"] for line in RunFolder(tmp_path / "run").history()] == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_command_of_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     (command,), (shown,) = blocks("bash"), [text for text in blocks("text") if "accuracy" in text]
     assert main(command.split()[1:]) == 0

@@ -222,6 +222,7 @@ def test_the_page_s_commands_print_what_it_shows(tmp_path: Path) -> None:
         assert float(ran[label]) == pytest.approx(float(accuracy), abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> None:
     for folder in ("strategies", "fedbn_flwr"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -732,6 +733,7 @@ class MineClient(ClientRule):
 """
 
 
+@pytest.mark.slow
 def test_a_node_finds_a_client_rule_whose_key_has_no_prefix(tmp_path: Path) -> None:
     """In a process that has not made the strategy: an actor of Ray, or at a site."""
     (tmp_path / "own_half.py").write_text(OWN_HALF)

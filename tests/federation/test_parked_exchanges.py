@@ -20,6 +20,7 @@ from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, RUN
 from tests.support.addressed import Addressed, OwnModel
 from tests.support.federations import Federations, Forgetful, last_model, nodes_in_means, same, with_fault
+from tests.support.marks import slow_except
 from tests.support.models import two_norms, two_norms_with_dropout
 from tests.support.smallbatches import FedTAN
 
@@ -35,7 +36,7 @@ class Counting(GridAround):
         return super().send_and_receive(messages, timeout=timeout)
 
 
-@pytest.mark.parametrize(("exchange", "exchanges"), [("fused", 4), ("paper", 6)])
+@pytest.mark.parametrize(("exchange", "exchanges"), slow_except({"fused"}, [("fused", 4), ("paper", 6)]))
 def test_a_message_per_exchange_gives_the_same_model_and_traffic(
     federation: Federations, exchange: str, exchanges: int
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_process_that_dies_between_two_exchanges_loses_its_clients_for_this_ro
         assert f"left out client {client} (node {client + 1}): {reason}" in flower_log.text
 
 
+@pytest.mark.slow
 def test_a_late_client_is_left_out_of_this_round_only(
     federation: Federations, tmp_path: Path, flower_log: pytest.LogCaptureFixture
 ) -> None:

@@ -100,6 +100,7 @@ def served(rule: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Re
     return grid, model
 
 
+@pytest.mark.slow
 def test_fedtan_exchanges_at_each_batch_norm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +165,7 @@ def test_fedtan_draws_the_same_in_any_process(
         assert len(exchanges) == 2 * CLIENTS, "both caches served exchanges of each client"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/recipes.md"])
 def test_the_lines_for_a_flower_app_work(page: str) -> None:
     code, *_ = python_blocks((ROOT / page).read_text())

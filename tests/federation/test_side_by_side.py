@@ -45,6 +45,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_are_bit_for_bit_those_that_follow_one_another(straight: Path, tmp_path: Path) -> None:
     results = run_all(EXPERIMENT, out=tmp_path, jobs=3, progress=False)
     assert [result.folder.name for result in results] == list(NAMES)
@@ -75,6 +76,7 @@ def test_processes_after_a_compiled_pass_are_refused_with_the_reason(tmp_path: P
     assert done.stdout.split() == ["1", "4"], done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_has_begun_meanwhile_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,6 +103,7 @@ def test_the_line_of_a_failed_run_has_the_reason(jobs: str, tmp_path: Path, caps
     assert "(the client diverged?)" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", slow_except({"2"}, ["1", "2"]))
 def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(jobs: str, tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text(EXPERIMENT)
@@ -109,6 +112,7 @@ def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(jobs: str, tmp_pa
     assert all(is_finished(tmp_path / "out" / name) for name in NAMES)
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_server_that_was_killed(tmp_path: Path) -> None:
     """Also one whose client still trains. The run folder is free at once: workers have no copy of its lock."""
     (tmp_path / "slow.py").write_text(
@@ -158,6 +162,7 @@ def test_a_folder_that_another_process_writes_is_left_to_it(tmp_path: Path, capf
     assert is_finished(tmp_path / "out" / NAMES[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", slow_except({signal.SIGTERM}, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
 def test_all_runs_continue_after_a_stop(sent: signal.Signals, straight: Path, tmp_path: Path) -> None:
     """The moment of the signal is arbitrary."""

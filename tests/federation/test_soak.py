@@ -5,9 +5,12 @@ docs/results/robustness.md#wrong-replies-and-long-runs has the long ones.
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.soak import CLIENTS, HEADS, soak
 
 
+@pytest.mark.slow
 def test_failing_replies_leave_nothing_behind() -> None:
     """Open files and temporary folders of the last rounds are those of the first, and so is the memory."""
     watch, app = soak("FedAvg", 100, 0, 0, False, as_errors=False)

@@ -82,6 +82,7 @@ def test_it_says_which_row_of_the_decision_table_this_is(changes: dict[str, Any]
     assert f"| {row}" in page
 
 
+@pytest.mark.slow
 def test_the_distances_of_layers_are_from_the_network_s_statistics(tmp_path: Path) -> None:
     """Without other layers below it, batch norm's inputs are a linear function of the client's."""
     content = {

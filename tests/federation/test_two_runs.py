@@ -12,7 +12,7 @@ from fedbn_flwr import run
 FREEZES = {"name": "FixBN", "freeze_round": 1}
 
 
-@pytest.mark.parametrize("other", [FREEZES, "SiloBN"])
+@pytest.mark.parametrize("other", [FREEZES, pytest.param("SiloBN", marks=pytest.mark.slow)])
 def test_a_run_equals_itself_after_another_strategy_s(tmp_path: Path, other: Any) -> None:
     """A frozen round leaves batch norms in eval mode, and the runs of a process share the model's modules."""
 

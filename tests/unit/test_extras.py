@@ -15,6 +15,7 @@ import yaml
 from fedbn_flwr.engines import local
 from fedbn_flwr.errors import install
 from tests.support.command import PATIENCE, ROOT, environment, python
+from tests.support.marks import slow_except
 from tests.support.runs import write_run
 
 # Makes `import NAME` fail as if the package were not installed, then runs the command.
@@ -44,7 +45,7 @@ def fedbn_without(package: str, *words: str, cwd: Path) -> subprocess.CompletedP
     return python(PROGRAM, package, *words, cwd=cwd)
 
 
-@pytest.mark.parametrize(("package", "extra", "printed", "words"), CASES)
+@pytest.mark.parametrize(("package", "extra", "printed", "words"), slow_except(["matplotlib"], CASES))
 def test_a_missing_package(package: str, extra: str, printed: str, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "train.parquet").touch()
@@ -123,6 +124,7 @@ def test_the_default_experiment_runs_with_the_packages_of_an_image(image: str, t
     assert len((tmp_path / "out/FixBN/history.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_run_without_matplotlib_has_a_table_and_a_page(tmp_path: Path) -> None:
     experiment = ["quick", "rounds=2", "strategy={name: FedBN}", "data.partition={kind: iid}"]
     options = ["evaluate.dynamics=true", "--out", str(tmp_path / "out")]

@@ -48,6 +48,7 @@ COMMANDS = [command for page in sorted(results.RESULTS.glob("*.md")) for command
 SETS = sorted(file.parent.relative_to(results.RESULTS).as_posix() for file in results.RESULTS.rglob("report.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(SETS[::4], [name for name in SETS if name not in NOT_EXPERIMENTS]))
 def test_the_commands_for_a_set_repeat_its_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With their settings, rounds and seeds. Rows that weren't measured may be trained too, but no other conditions."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.command import PATIENCE, environment
 
 LIBRARIES = "import torch, flwr.app, flwr.clientapp, flwr.serverapp"
@@ -35,6 +37,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.slow
 def test_the_first_round_imports_no_more_than_it_needs(tmp_path: Path) -> None:
     file = tmp_path / "modules.txt"
     run = [sys.executable, "-c", PROGRAM, str(file), "run", EXPERIMENT, "--out", str(tmp_path / "runs")]

@@ -129,6 +129,7 @@ def _write_and_die(path: Path, at: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_crash_at_any_step_leaves_a_whole_store(tmp_path: Path) -> None:
     at, status, found = 0, 9, []
     while status == 9:

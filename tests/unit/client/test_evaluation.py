@@ -117,6 +117,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_clients_of_rules_that_personalise_are_evaluated_on_all_examples_the_others_on_own(
     runs: dict[str, Path],
 ) -> None:

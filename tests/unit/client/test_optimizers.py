@@ -201,6 +201,7 @@ def test_clipping_limits_the_norm_over_all_parameters() -> None:
     assert np.abs(trained(2, clip=0.05)[0] - trained(2)[0]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_step_of_sgd_does_not_import_the_compiler() -> None:
     program = """
 import sys

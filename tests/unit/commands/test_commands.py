@@ -15,6 +15,7 @@ from tests.support.pages import Page
 PAGE = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_print_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "examples" / "flower_app" / "make_images.py"), run_name="__main__")  # for `adapt`

@@ -11,10 +11,11 @@ import pytest
 from fedbn_flwr import cli
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment
+from tests.support.marks import slow_except
 from tests.support.refusals import refusal
 
 
-@pytest.mark.parametrize("source", sorted(shipped_experiments()))
+@pytest.mark.parametrize("source", slow_except({"demo", "fixbn/table4"}, sorted(shipped_experiments())))
 def test_the_file_has_the_settings_and_comments_of_the_experiment_it_is_made_from(source: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     assert cli.main(["new", "mine", "--from", source, "--out", str(file)]) == 0

@@ -257,6 +257,7 @@ def test_the_shipped_mnist_runs_on_a_local_copy(root: Path) -> None:
 # --- the real ones -----------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "domains", "counts"),
     [
@@ -277,6 +278,7 @@ def test_real_domains_load(
     assert data.classes == 10
 
 
+@pytest.mark.slow
 def test_official_moments_are_those_of_the_real_test_images(shared_data: Path) -> None:
     """Within 0.01 of what 10,000 test images of Fashion-MNIST give."""
     if not (shared_data / "fashion_mnist").is_dir():

@@ -514,6 +514,7 @@ def test_only_a_name_with_an_owner_is_asked_of_the_hub(name: str, message: str) 
         load(Source(name=name))
 
 
+@pytest.mark.slow
 def test_real_mnist_loads(shared_data: Path) -> None:
     """Only its test split, as both splits, to be quick."""
     folder = shared_data / "mnist"

@@ -154,6 +154,7 @@ print(len(list(grid.send_and_receive([to(1)]))))
 """
 
 
+@pytest.mark.slow
 def test_a_grid_that_is_not_closed_does_not_keep_its_process_from_ending() -> None:
     assert python(UNCLOSED, cwd=ROOT).stdout == "1\n"
 
@@ -402,6 +403,7 @@ def draw(message: Message, context: Context) -> Message:
     return answer(message, drawn=float(torch.rand(1)))
 
 
+@pytest.mark.slow
 def test_workers_start_while_another_thread_draws_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedbn_flwr.engines.worker.START_TIMEOUT", 1)
     # The thread locks PyTorch's generator for as long as it takes to draw all of these numbers.
@@ -421,6 +423,7 @@ def _own_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_own_handler")
 def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, here = threading.Lock(), os.getpid()

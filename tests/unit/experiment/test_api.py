@@ -108,6 +108,7 @@ class MLP(nn.Sequential):
         self.hidden = hidden
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_class_inside_a_function_trains_as_one_of_a_module_does(workers: int, tmp_path: Path) -> None:
     engine = {"workers": workers, "device": "cpu"}
@@ -137,6 +138,7 @@ for call in (Result.read(out).model, lambda: run(TINY, model=of_width(6), out=ou
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_a_class_inside_a_function_is_resumed_in_its_process_alone(tmp_path: Path) -> None:
     model = of_width(6)
     kept = run(TINY, model=model, out=tmp_path, progress=False)

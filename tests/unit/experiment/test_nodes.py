@@ -99,6 +99,7 @@ def test_a_round_that_lost_too_many_nodes_is_repeated_when_they_are_back(
     assert (model == undisturbed) == (counts == [3, 3, 3])
 
 
+@pytest.mark.slow
 def test_a_round_whose_nodes_stay_away_ends_the_run_after_a_time(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match=r"round 2: 0 of 3 clients sent a usable reply, 2 are needed"):
         trained(Lost(1000), tmp_path)

@@ -41,6 +41,7 @@ def test_a_run_folder_has_the_examples_of_each_client(tmp_path: Path) -> None:
     assert sum(map(sum, partition["counts"])) == 1438
 
 
+@pytest.mark.slow
 def test_nothing_of_a_finished_run_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep has many runs; models may be large."""
     rules: list[weakref.ref[Rule]] = []
@@ -75,6 +76,7 @@ def test_the_server_has_no_model_while_clients_train(tmp_path: Path, monkeypatch
     assert left == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("statistics", ["model", "reestimated"])
 def test_the_server_s_figures_do_not_depend_on_its_threads(statistics: str, tmp_path: Path) -> None:
     """One thread evaluates for each worker, a batch of 40 of the 360 test examples at a time."""

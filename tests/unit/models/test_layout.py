@@ -27,6 +27,7 @@ from fedbn_flwr.models.layout import suits_channels_last
 from fedbn_flwr.models.tensors import ModelTensors, copied
 from fedbn_flwr.norms.convert import NORMS
 from tests.support.federations import near
+from tests.support.marks import slow_except
 
 SMALL = ("cnn", "fedbs_mnist", "resnet20")
 
@@ -51,7 +52,7 @@ def is_last(model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", slow_except({"cnn", "fedbs_mnist"}, SMALL))
 def test_every_norm_trains_the_same_with_channels_last(name: str, norm: str) -> None:
     """In float64 the results of a round agree but for rounding, and replies have arrays in the usual order."""
     try:

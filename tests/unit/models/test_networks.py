@@ -108,6 +108,7 @@ def test_cnn_s_pooling_is_torch_s_adaptive_one_bit_for_bit(size: int, format: to
     assert found.grad.equal(expected.grad)
 
 
+@pytest.mark.slow
 def test_cnn_exports_without_adaptive_pooling() -> None:
     """ONNX has no function for it."""
     exported = torch.export.export(build_model("cnn", 10).eval(), (torch.randn(2, 1, 8, 8),))

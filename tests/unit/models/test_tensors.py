@@ -136,6 +136,7 @@ def test_a_function_without_a_hash_or_a_weak_reference_has_an_identity(make: Cal
     assert identity(one) != identity(other)
 
 
+@pytest.mark.slow
 def test_the_first_read_only_array_still_makes_pytorch_warn() -> None:
     """It does so once per process, and the user's code may be what deserves it."""
     code = (

@@ -69,6 +69,7 @@ def test_a_report_has_a_table_and_a_plot_of_clients(tmp_path: Path) -> None:
         assert len(picture.convert("RGB").getcolors(2**20) or ()) > 50
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("plots")
 def test_tables_and_the_plot_have_the_main_figure_and_the_metrics_of_the_run_first_on_own_examples(
     tmp_path: Path,

@@ -26,9 +26,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(
-    "name", slow_except({"config.yaml", "checkpoint"}, ["config.yaml", "history.jsonl", "checkpoint", "report"])
-)
+@pytest.mark.parametrize("name", slow_except({"checkpoint"}, ["config.yaml", "history.jsonl", "checkpoint", "report"]))
 def test_a_full_disk_is_one_line_and_the_run_continues(
     name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:

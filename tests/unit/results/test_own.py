@@ -38,6 +38,7 @@ def write_both(folder: Path, main: str = "accuracy", own: float | None = 0.5, **
     write_run(folder / "b", "FedBN", personal=True, **{main: 0.5, f"clients_own_{main}": 0.875}, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(
     ("kind", "main", "title"),
@@ -88,6 +89,7 @@ def test_a_run_that_was_not_evaluated_does_not_decide(tmp_path: Path) -> None:
     assert table(rows_of(tmp_path))[0][1] == OWN
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_columns_choose_the_table_the_curves_and_the_comparison(tmp_path: Path) -> None:
     for seed in (0, 1):

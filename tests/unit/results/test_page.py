@@ -106,6 +106,7 @@ def test_traffic_and_seconds_are_no_measures() -> None:
 # --- content ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_has_the_pictures_whose_files_exist(tmp_path: Path) -> None:
     write_run(tmp_path / "a", "FedAvg")
     assert page_of(tmp_path).texts["h2"] == ["Results", "Pictures", "Curves", "Settings"]
@@ -138,6 +139,7 @@ def test_the_middle_of_a_long_name_is_left_out_in_pictures() -> None:
     assert [name[-9:] for name in found] == ["alpha=0.1", "alpha=0.5"]
 
 
+@pytest.mark.slow
 def test_pictures_of_a_page_share_no_identity(tmp_path: Path) -> None:
     """An element that is defined in a closed part of the page would not be drawn elsewhere."""
     write_run(tmp_path / "run", "FedAvg", clients_own_accuracy=0.5)
@@ -159,6 +161,7 @@ def test_colours_of_text_and_axes_are_those_of_the_page(tmp_path: Path) -> None:
     assert all(words in pictures[0] for words in replaced[:2])
 
 
+@pytest.mark.slow
 def test_the_page_after_a_run_has_the_pictures_of_the_files(tmp_path: Path) -> None:
     """It draws no others."""
     counts = {"title": "digits: iid", "classes": ["a", "b"], "counts": [[3, 0], [1, 2]], "clients": []}
@@ -225,6 +228,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_hostile_text_is_text_in_the_page(tmp_path: Path, hostile: Path) -> None:
     write_run(tmp_path / "plain", "FedAvg")
     known = {tag for tag, _ in page_of(tmp_path).tags}
@@ -254,6 +258,7 @@ def test_markdown_and_terminal_show_text(hostile: Path) -> None:
 # --- files ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_page_has_a_limited_number_of_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of single domains, whose number clients decide, are the last ones."""
     monkeypatch.setattr("fedbn_flwr.results.report.pictures._CURVES", 2)
@@ -265,6 +270,7 @@ def test_the_page_has_a_limited_number_of_curves(tmp_path: Path, monkeypatch: py
     assert not [name for name in named if "domain" in name]
 
 
+@pytest.mark.slow
 def test_only_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run", "FedAvg")
     assert cli.main(["report", "--html", str(tmp_path / "run"), "--out", str(tmp_path / "new" / "page.html")]) == 0
@@ -274,6 +280,7 @@ def test_only_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [file.name for file in (tmp_path / "folder").iterdir()] == ["report.html"]
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_plots(tmp_path: Path) -> None:
     write_run(tmp_path / "run", "FedAvg")
     for name in ("one", "two"):

@@ -219,6 +219,7 @@ def test_what_a_table_cannot_show_is_named(
 # --- plots ---
 
 
+@pytest.mark.slow
 def test_a_plot_for_a_paper_is_one_panel(runs: Path, tmp_path: Path) -> None:
     figure = plot(rows_of(runs), MetricKey("loss"), "seconds")
     figure.set_size_inches(3.4, 2.6)

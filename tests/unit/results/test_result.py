@@ -205,7 +205,7 @@ def test_a_run_without_a_global_model_has_those_of_its_clients(tmp_path: Path) -
     assert sum(accuracies) / 2 == pytest.approx(result.summary.values["clients_accuracy"], abs=1e-6)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", slow_except({"bn", "gn+ws", "fixup"}, NORMS))
 def test_a_model_of_every_norm_can_be_loaded(norm: str, tmp_path: Path) -> None:
     model = "resnet20" if norm == "fixup" else "cnn"
     strategy = {"name": "HeteroBN", "statistics": "query"} if norm == "sbn" else "FedAvg"

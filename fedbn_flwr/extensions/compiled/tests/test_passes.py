@@ -101,6 +101,7 @@ def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, flower_
     assert "cannot compile" not in flower_log.text
 
 
+@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize(
     ("norm", "config"),
@@ -124,6 +125,7 @@ def test_what_a_round_measures_is_that_of_uncompiled_training(norm: str, config:
         assert distance(found, expected) <= 10 * float(np.finfo(np.float32).eps)
 
 
+@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize(("rule", "graphs"), [("FedTAN", 1), ("FixBN", 2)])
 def test_all_clients_and_rounds_share_the_compiled_code(rule: str, graphs: int) -> None:
@@ -133,6 +135,7 @@ def test_all_clients_and_rounds_share_the_compiled_code(rule: str, graphs: int) 
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_compiled_is_trained_without(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +171,7 @@ class OfDict(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @compiles
 def test_inputs_may_be_a_dict_and_those_of_another_length_are_not_compiled() -> None:
     counters = reset()
@@ -202,8 +206,9 @@ class Alternating(nn.Module):
         return logits
 
 
+@pytest.mark.slow
 @compiles
-@pytest.mark.parametrize("in_thread", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("in_thread", [False, True])
 def test_a_network_that_alternates_and_draws_trains_as_without_compilation(in_thread: bool) -> None:
     """In any thread: PyTorch's compiler has separate settings in each, and a layer-wise round trains in its own."""
     ends = []

@@ -14,6 +14,7 @@ import torch
 from fedbn_flwr import Result, cli, run
 from fedbn_flwr.extensions.site.newcomer import adapted
 from fedbn_flwr.extensions.site.predict import opened
+from tests.support.marks import slow_except
 
 SETTINGS: dict[str, Any] = {
     "rounds": 4,
@@ -45,7 +46,7 @@ def sites(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_site(root / f"site{number}", number) for number in range(4)]
 
 
-@pytest.mark.parametrize("strategy", ["FedBN", "SiloBN", "FixBN", "FedRep"])
+@pytest.mark.parametrize("strategy", slow_except({"FedBN"}, ["FedBN", "SiloBN", "FixBN", "FedRep"]))
 def test_the_three_models_are_those_of_unseen_clients(strategy: str, sites: list[Path], tmp_path: Path) -> None:
     nodes = [{"data-path": str(site), "min-batch": 1} for site in sites]
     done = run(SETTINGS, strategy=strategy, node_config=nodes, out=tmp_path, progress=False)
@@ -66,6 +67,7 @@ def test_the_three_models_are_those_of_unseen_clients(strategy: str, sites: list
     assert found.drift["bn"][0] == pytest.approx(float(np.sqrt(np.mean(shift**2))), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_written_model_predicts_and_is_exported(
     sites: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

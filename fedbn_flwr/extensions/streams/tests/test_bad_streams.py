@@ -54,6 +54,7 @@ STREAMED: dict[str, Callable[[Contribution], bytes]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in ("garbage", "1e30") else pytest.param(n, marks=pytest.mark.nightly) for n in STREAMED]
 )

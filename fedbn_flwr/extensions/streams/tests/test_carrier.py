@@ -176,6 +176,7 @@ def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
     assert "sent nothing to the exchange service within 2 s" in flower_log.text
 
 
+@pytest.mark.slow
 def test_a_client_that_hangs_costs_at_most_half_of_the_round(
     federation: Federations, flower_log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def test_a_client_that_never_connects_or_sends_nothing_is_given_up(service: Exch
             late(moments())
 
 
+@pytest.mark.slow
 def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedbn_flwr.extensions.streams.client.SLACK_SECONDS", 0.5)
     monkeypatch.setattr("fedbn_flwr.extensions.streams.client.CONNECT_SECONDS", 1)

@@ -54,6 +54,7 @@ def on_a_terminal(*command: str, cwd: Path) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode())
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_at_once_what_happens(tmp_path: Path) -> None:
     (tmp_path / "layers.yaml").write_text(EXPERIMENT)
     shown = on_a_terminal(*PROGRAM, "run", "layers.yaml", "--out", str(tmp_path / "out"), cwd=tmp_path)

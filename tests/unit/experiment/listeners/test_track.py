@@ -92,6 +92,7 @@ def test_tensorboard_hides_the_rounds_that_a_resumed_run_repeats(tmp_path: Path)
     ]
 
 
+@pytest.mark.slow
 def test_wandb_has_figures_under_the_id_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
@@ -126,6 +127,7 @@ def wandb_history(file: Path) -> list[dict[str, Any]]:
     return lines
 
 
+@pytest.mark.slow
 def test_a_tracker_of_the_user_has_both_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example's, of MLflow."""
     pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
