@@ -6,6 +6,8 @@ The images must exist (`docker compose build`). Every container runs as in produ
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 from collections.abc import Iterator
 from ipaddress import ip_network
@@ -151,6 +153,48 @@ def test_sites_come_back_after_an_expired_certificate_was_renewed(containers: Co
     containers.compose("restart", "superlink", "superexec-serverapp")
     containers.wait_for_nodes(3)
     containers.wait_for_end(containers.submit("renewed", EXPERIMENT))
+
+
+TABLE: dict[str, Any] = EXPERIMENT | {
+    "data": {"inputs": ["a", "b"], "label": "label", "class_names": ["no", "yes"]},
+    "train": {"lr": 0.1, "batch_size": 10, "steps": 3},
+    "evaluate": {"server": False},
+}
+
+
+def test_sites_measure_a_model_without_training_as_predict_does_there(containers: Containers) -> None:
+    """One of them trains in a way of its own; what they measure is what `fedbn predict` says of their folders."""
+    lines = []
+    for i in range(3):
+        folder, draw = containers.checkout / f"data-{i}", random.Random(i)
+        folder.mkdir()
+        for part in ("train", "test"):
+            inputs = [(draw.gauss(i, 1), draw.gauss(0, 1)) for _ in range(40)]
+            rows = [f"{a},{b},{'yes' if a - b + draw.gauss(0, 1) > i else 'no'}" for a, b in inputs]
+            (folder / f"{part}.csv").write_text("\n".join(["a,b,label", *rows, ""]))
+        own = "batch-size=20 lr-factor=0.5" if i == 1 else ""
+        lines += [f"DATA_{i}={folder}", f"NODE_{i}=\"data-path='/data' survey=true {own}\""]
+    (containers.checkout / ".env").write_text("\n".join([*lines, ""]))
+    containers.script("deploy/keys.sh")
+    containers.up()
+    containers.wait_for_nodes(3)
+    containers.wait_for_end(containers.submit("trained", TABLE))
+    judge = {"rounds": 0, "evaluate": {"server": False, "models": ["/runs/trained/FedAvg"]}}
+    containers.wait_for_end(containers.submit("judged", TABLE | judge))
+    survey = {"rounds": 0, "evaluate": {"server": False, "survey": True}}
+    containers.wait_for_end(containers.submit("surveyed", TABLE | survey))
+    found = [
+        json.loads(containers.inside("superexec-serverapp", f"cat /runs/{name}.json"))
+        for name in ("judged/evaluation", "surveyed/survey")
+    ]
+    (measured,) = found[0]["clients"].values()
+    assert found[1]["union"]["examples"] == 120
+    run = containers.checkout / "run"
+    containers.compose("cp", "superexec-serverapp:/runs/trained/FedAvg", os.fspath(run))
+    for i in range(3):
+        printed = containers.user(f"fedbn predict run --data data-{i} --out predictions-{i}.csv")
+        (right,) = re.findall(r"(\d+) of 40 labels", printed)
+        assert measured[str(i)]["accuracy"] == pytest.approx(int(right) / 40)
 
 
 def test_five_sites_train(containers: Containers) -> None:
