@@ -85,6 +85,7 @@ def five_sites(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkout
 
 
+@pytest.mark.slow
 def test_compose_files_follow_the_schema(five_sites: Path) -> None:
     files = [COMPOSE, GPU, five_sites / "docker-compose.sites.yml", five_sites / "docker-compose.sites.gpu.yml"]
     checked = captured(sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *files)

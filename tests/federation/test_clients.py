@@ -75,6 +75,7 @@ def test_the_best_round_is_that_of_the_validation_images(page: Path) -> None:
         assert evaluate(result.model(file=file), test, F.cross_entropy, CPU)["accuracy"] == line["accuracy"]
 
 
+@pytest.mark.slow
 def test_clients_hold_out_a_tenth_of_their_images(page: Path) -> None:
     run = settings(page)
     parts = shares_of(run.data, run.clients, run.seed, "cpu")[0]

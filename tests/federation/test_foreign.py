@@ -607,6 +607,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except({"FedAvg"}, PLAIN))
 def test_fedavg_and_fedprox_drive_the_template_s_client(project: Project, name: str) -> None:
     strategy = PLAIN[name]()

@@ -742,6 +742,7 @@ def test_a_node_finds_a_client_rule_whose_key_has_no_prefix(tmp_path: Path) -> N
     assert done.stdout == "['MineClient']\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_node_without_the_strategy_s_module_trains_unless_its_half_is_needed(tmp_path: Path) -> None:
     done = rules_of("clients: 2\nstrategy: {name: absent_half:Mine}", tmp_path, "{}", "{'fedbn.steps': True}")
     assert done.stdout == "[]\n"

@@ -153,6 +153,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(
     assert states_of(tmp_path / "run") == states_of(straight(case))
 
 
+@pytest.mark.slow
 def test_the_cases_reach_the_rules_switches(straight: Callable[[str], Path]) -> None:
     """Rules that switch during a run do so in these runs, after the first stop and before the end."""
     assert summary_of(straight("FedBS")).notes["switch_round"] == 4

@@ -29,7 +29,11 @@ def model_of(folder: Path, strategy: dict[str, Any], schedule: dict[str, Any]) -
     ("strategy", "last"),
     [
         ({"name": "FixBN", "freeze_round": 3}, 3),
-        ({"name": "FixBN", "freeze_round": 3, "base": {"name": "FedProx", "proximal_mu": 0.1}}, 3),
+        pytest.param(
+            {"name": "FixBN", "freeze_round": 3, "base": {"name": "FedProx", "proximal_mu": 0.1}},
+            3,
+            marks=pytest.mark.slow,
+        ),
         ({"name": "FedTANII", "fedtan_rounds": 2, "min_batch": 1}, 2),
         ({"name": "FedBS", "epsilon": 100.0, "patience": 2}, 2),
     ],

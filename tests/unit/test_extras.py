@@ -72,6 +72,7 @@ def test_no_optional_package_is_left_out() -> None:
     assert {"ray" if name == "flwr[simulation]" else name for name in names} - own == tested
 
 
+@pytest.mark.slow
 def test_a_folder_that_does_not_exist_is_reported_before_a_missing_package(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / ".git").mkdir()

@@ -49,6 +49,7 @@ def test_a_node_that_restarts_when_a_run_begins_is_asked_again() -> None:
     assert grid.asked == [1, 2, 3, 2, 2]
 
 
+@pytest.mark.slow
 def test_a_node_that_stays_away_ends_the_run_after_a_time() -> None:
     with pytest.raises(RunFailed, match="the run cannot begin:\n  - node 2: Node Unavailable"):
         check_nodes(Restarting(1000), read(TEXT), CONFIG)

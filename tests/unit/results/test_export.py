@@ -157,6 +157,7 @@ def test_a_network_that_cannot_be_traced_is_not_folded() -> None:
         folded(Branches())
 
 
+@pytest.mark.slow
 def test_a_file_that_computes_something_else_is_not_kept(
     trained: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

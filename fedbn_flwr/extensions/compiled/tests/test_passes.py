@@ -182,6 +182,7 @@ def test_inputs_may_be_a_dict_and_those_of_another_length_are_not_compiled() -> 
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.slow
 def test_a_model_with_masks_is_trained_without_compiling(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "flwr"):
         found, expected = (BNClient(Text(), CLIENTS[:2], lr=0.05, compile=compile) for compile in (True, False))

@@ -126,6 +126,7 @@ def test_a_service_does_not_accept_the_tokens_of_another_round(service: Exchange
         assert raw(other, service.tokens[7], [b"x"]) is grpc.StatusCode.UNIMPLEMENTED
 
 
+@pytest.mark.slow
 def test_a_message_that_is_too_large_is_not_read(service: ExchangeService) -> None:
     with clients(service, 8) as outcomes:
         assert raw(service, service.tokens[7], [b"x" * 5_000_000]) is grpc.StatusCode.RESOURCE_EXHAUSTED
