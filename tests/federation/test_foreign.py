@@ -608,7 +608,7 @@ PLAIN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_except({"FedAvg"}, PLAIN))
+@pytest.mark.parametrize("name", PLAIN)
 def test_fedavg_and_fedprox_drive_the_template_s_client(project: Project, name: str) -> None:
     strategy = PLAIN[name]()
     result, grid, before = start(strategy, project)
@@ -623,7 +623,7 @@ def test_fedavg_and_fedprox_drive_the_template_s_client(project: Project, name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", slow_except({FedAvg}, [FedAvg, flower.FedAvg]), ids=["ours", "Flower's"])
+@pytest.mark.parametrize("base", [FedAvg, flower.FedAvg], ids=["ours", "Flower's"])
 def test_fixbn_refuses_the_template_s_client_in_the_first_frozen_round(
     project: Project, base: type[flower.FedAvg]
 ) -> None:

@@ -442,7 +442,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", slow_except({signal.SIGKILL}, [signal.SIGKILL, signal.SIGTERM]))
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_command_leaves_a_folder_that_resumes(
     sent: signal.Signals, command: tuple[list[str], Path], tmp_path: Path
 ) -> None:

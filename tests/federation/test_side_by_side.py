@@ -18,7 +18,6 @@ from fedbn_flwr.experiment.run import launch as run_module
 from fedbn_flwr.experiment.run.side_by_side import jobs_of
 from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import FEDBN, PROGRAM, environment, python, signalled
-from tests.support.marks import slow_except
 from tests.support.network import wait_for
 from tests.support.runs import is_finished, saved_round
 from tests.support.sessions import outcome
@@ -104,7 +103,7 @@ def test_the_line_of_a_failed_run_has_the_reason(jobs: str, tmp_path: Path, caps
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jobs", slow_except({"2"}, ["1", "2"]))
+@pytest.mark.parametrize("jobs", ["1", "2"])
 def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(jobs: str, tmp_path: Path) -> None:
     (tmp_path / "experiment.yaml").write_text(EXPERIMENT)
     ended = "import os; reader, writer = os.pipe(); os.dup2(writer, 1); os.close(reader)\n"
@@ -163,7 +162,7 @@ def test_a_folder_that_another_process_writes_is_left_to_it(tmp_path: Path, capf
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", slow_except({signal.SIGTERM}, [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]))
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_all_runs_continue_after_a_stop(sent: signal.Signals, straight: Path, tmp_path: Path) -> None:
     """The moment of the signal is arbitrary."""
     (tmp_path / "e.yaml").write_text(EXPERIMENT)

@@ -17,7 +17,6 @@ from fedbn_flwr.commands.common import overrides_of
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.settings import Settings
 from tests.support.command import ROOT
-from tests.support.marks import slow_except
 from tests.support.pages import BLOCK
 
 NOT_EXPERIMENTS = {"fixbn/lenet-rate": "begins from the models of another set"}
@@ -49,7 +48,7 @@ SETS = sorted(file.parent.relative_to(results.RESULTS).as_posix() for file in re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_except(SETS[::4], [name for name in SETS if name not in NOT_EXPERIMENTS]))
+@pytest.mark.parametrize("name", [name for name in SETS if name not in NOT_EXPERIMENTS])
 def test_the_commands_for_a_set_repeat_its_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With their settings, rounds and seeds. Rows that weren't measured may be trained too, but no other conditions."""
     papers: dict[tuple[str, int], Settings] = {}

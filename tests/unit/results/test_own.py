@@ -20,7 +20,6 @@ from fedbn_flwr.results.report.pictures import plot, sweeps_plot
 from fedbn_flwr.results.report.rows import Row, headline, sweeps
 from fedbn_flwr.results.report.tables import DEFAULT, ReportForm, as_measured, sweep_tables, table
 from fedbn_flwr.results.report.write import write_report
-from tests.support.marks import slow_except
 from tests.support.runs import rows_of, write_run
 
 OWN, GLOBAL = "accuracy on own data", "accuracy"
@@ -42,7 +41,7 @@ def write_both(folder: Path, main: str = "accuracy", own: float | None = 0.5, **
 @pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize(
     ("kind", "main", "title"),
-    slow_except(CASES[:1], CASES),
+    CASES,
     ids=[main for _, main, _ in CASES],
 )
 def test_if_a_run_personalises_the_metric_on_own_examples_is_first_everywhere(

@@ -25,7 +25,10 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.tensors import initial_arrays
 from tests.support.series import CLIENTS, Text
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of PyTorch about itself
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # of PyTorch about itself
+]
 
 compiles = pytest.mark.skipif(
     not (shutil.which("g++") and (Path(sysconfig.get_path("include")) / "Python.h").exists()),
@@ -87,7 +90,6 @@ def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
 
 
 @compiles
-@pytest.mark.slow
 @pytest.mark.parametrize("rule", sorted(STRATEGIES))
 def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, flower_log: pytest.LogCaptureFixture) -> None:
     """They differ by no more than what a change of the initial weights' last bits makes, times ten."""
@@ -101,15 +103,10 @@ def test_each_strategy_has_the_results_of_uncompiled_training(rule: str, flower_
     assert "cannot compile" not in flower_log.text
 
 
-@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize(
     ("norm", "config"),
-    [
-        ("hbn", {}),
-        pytest.param("hbn", {"fedbn.hybrid": "batch"}, marks=pytest.mark.slow),
-        pytest.param("bn", {"fedbn.freeze": "statistics"}, marks=pytest.mark.slow),
-    ],
+    [("hbn", {}), ("hbn", {"fedbn.hybrid": "batch"}), ("bn", {"fedbn.freeze": "statistics"})],
 )
 def test_what_a_round_measures_is_that_of_uncompiled_training(norm: str, config: dict[str, Any]) -> None:
     """Also after a round without measurements, whose compiled code has no hooks."""
@@ -125,7 +122,6 @@ def test_what_a_round_measures_is_that_of_uncompiled_training(norm: str, config:
         assert distance(found, expected) <= 10 * float(np.finfo(np.float32).eps)
 
 
-@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize(("rule", "graphs"), [("FedTAN", 1), ("FixBN", 2)])
 def test_all_clients_and_rounds_share_the_compiled_code(rule: str, graphs: int) -> None:
@@ -135,7 +131,6 @@ def test_all_clients_and_rounds_share_the_compiled_code(rule: str, graphs: int) 
     assert counters["stats"]["unique_graphs"] == graphs
 
 
-@pytest.mark.slow
 def test_a_model_that_cannot_be_compiled_is_trained_without(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +166,6 @@ class OfDict(nn.Module):
         return y
 
 
-@pytest.mark.slow
 @compiles
 def test_inputs_may_be_a_dict_and_those_of_another_length_are_not_compiled() -> None:
     counters = reset()
@@ -182,7 +176,6 @@ def test_inputs_may_be_a_dict_and_those_of_another_length_are_not_compiled() -> 
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.slow
 def test_a_model_with_masks_is_trained_without_compiling(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "flwr"):
         found, expected = (BNClient(Text(), CLIENTS[:2], lr=0.05, compile=compile) for compile in (True, False))
@@ -207,7 +200,6 @@ class Alternating(nn.Module):
         return logits
 
 
-@pytest.mark.slow
 @compiles
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_network_that_alternates_and_draws_trains_as_without_compilation(in_thread: bool) -> None:
