@@ -184,6 +184,18 @@ def nodes() -> Table:
     return ("run", "communication rounds", "messages per client", "seconds of each round"), rows
 
 
+def apart() -> Table:
+    """How far two clients' statistics are from their mean after the last round."""
+    both = {each["run"]: each["clients"] for each in lines("fedwon/statistics/norms.jsonl")}
+    rows: list[Row] = []
+    for number, layer in enumerate(both["FedAvg"]["0"], 1):
+        shown = [f"{clients['0'][layer]['mean_deviation']:.2f}" for clients in both.values()]
+        shown += [f"{clients[key][layer]['variance_ratio']:.2f}" for clients in both.values() for key in clients]
+        rows.append((str(number), *shown))
+    variances = (f"{run}, variance of {domain}" for run in both for domain in ("MNIST", "MNIST-M"))
+    return ("layer", *(f"{run}, means" for run in both), *variances), rows
+
+
 CONNECT = 4  # round trips of a stream: TCP, TLS, HTTP/2, the token
 
 
@@ -400,6 +412,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results network latency": latency,
     "results network nodes": nodes,
     "results network accuracy": time_to_accuracy,
+    "results fedwon statistics": apart,
     "results secure": secure,
     "results private": private,
     **{f"results robust {data}": functools.partial(robust, data) for data in ("digits", "cifar10", "digits-2")},
