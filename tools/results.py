@@ -359,7 +359,7 @@ VERDICTS = {
     "contradicted": "a comparison is significant with the other sign, or shown to differ where the claim says *equal*",
     "equal": "a comparison is shown to be within the margin where the claim has a difference",
     "open": "otherwise, because of too few seeds, too wide intervals, or other data that refute nothing",
-    "not measured": "no run of ours",
+    "not measured": "no comparison of ours",
 }
 
 
@@ -395,7 +395,7 @@ def verdict(expects: str, found: Sequence[Difference]) -> str:
             supported = all(apart(ups)) and all(each.p_differs < 0.05 for each in found)
             refuted = {"contradicted": some("p_differs", apart(downs)), "equal": some("p_within", [True] * len(found))}
     few = [each.test.pairs for each in found if each.test.pairs < FEWEST]
-    reason = f"{span(few)} {'seed' if max(few) == 1 else 'seeds'}" if few else "no significant difference of each sign"
+    reason = f"{span(few)} {'seed' if max(few) == 1 else 'seeds'}" if few else "one never leads clearly"
     reason = reason if few or expects == "mixed" else "too wide an interval"
     return next((kind for kind, holds in {"supported": supported, **refuted}.items() if holds), f"open: {reason}")
 
@@ -409,7 +409,7 @@ def claims() -> Table:
             chosen = [*itertools.product(claim.get("rows", []), setups)]
             every = {(each.title, each.setup): each for each in differences(claim["table"])} if chosen else {}
             found = [every[comparison] for comparison in chosen]
-            known = dict.fromkeys(f"{each.published:.1f}" for each in found if each.published is not None)
+            known = dict.fromkeys((each.title, f"{each.published:.1f}") for each in found if each.published is not None)
             done = "supported" if "counted" in claim else verdict(claim.get("expects", "above"), found)
             if "instead" in claim and not done.startswith("open"):  # other data or another network can't decide
                 done = "supported on other data" if done == "supported" else f"open: {done}, but on other data"
@@ -418,7 +418,7 @@ def claims() -> Table:
                 bracket = "; ".join(filter(None, (claim.get("instead"), *setups)))
                 ours = f"[{', '.join(each.cells()[0] for each in found)}]({claim['page']}) ({bracket})"
                 seeds = span(each.test.pairs for each in found)
-            published = str(claim.get("published", ", ".join(known)))
+            published = str(claim.get("published", ", ".join(text for _, text in known)))
             rows.append((claim["claim"], f"{paper}, {claim['source']}", published, ours, seeds, done))
     return ("claim", "source", "published", "measured", "seeds", "verdict"), rows
 

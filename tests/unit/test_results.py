@@ -289,8 +289,8 @@ FEW = results.Difference("", "", [1.0], Paired(1, 1.0), 2.0, ("", ""), None)
         ("level", [difference(-3, 5)], "open: too wide an interval"),
         ("level", [difference(-4, -3)], "contradicted"),
         ("mixed", [UP, WIDE, DOWN], "supported"),
-        ("mixed", [UP, WIDE], "open: no significant difference of each sign"),
-        ("mixed", [UP, difference(-0.4, -0.2)], "open: no significant difference of each sign"),
+        ("mixed", [UP, WIDE], "open: one never leads clearly"),
+        ("mixed", [UP, difference(-0.4, -0.2)], "open: one never leads clearly"),
     ],
 )
 def test_the_verdict_on_a_claim(expects: str, found: list[results.Difference], says: str) -> None:
