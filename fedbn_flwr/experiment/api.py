@@ -238,7 +238,7 @@ def _carry_out(
             "rounds is 0, and nothing is trained; fedbn_flwr.evaluate(experiment, model) measures models"
         )
     folder = out_folder(planned.name, out, resume=resume)
-    resume = resume and is_begun(planned, folder)
+    resume = resume and is_begun(folder)
     with _settings_of_the_process():
         forget_data()  # files may have changed since the last run, model.weights among them
         free_models.cache_clear()

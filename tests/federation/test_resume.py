@@ -308,6 +308,15 @@ def test_a_run_is_not_resumed_with_other_data(
     assert cli.main([*words, "--out", "out", "--resume"]) == 0
 
 
+def test_a_run_that_has_not_begun_starts_beside_resumed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(write_table(tmp_path, 40))
+    assert cli.main(["run", "e.yaml", "seeds=[0]", "--out", "out"]) == 0
+    assert cli.main(["run", "e.yaml", "seeds=[1]", "--out", "out", "--resume"]) == 0
+    assert summary_of(Path("out/FedAvg-seed1")).status == "finished"
+
+
 def write_table(folder: Path, rows: int) -> Path:
     (folder / "data").mkdir(parents=True)
     for part in ("train", "test"):

@@ -71,14 +71,14 @@ def run_folders(experiment: Experiment, out: Path) -> list[RunFolder]:
     return [RunFolder(out / name) for name in experiment.by_folder]
 
 
-def is_begun(experiment: Experiment, out: Path) -> bool:
-    return any(folder.config() for folder in run_folders(experiment, out))  # some runs may not have begun
+def is_begun(out: Path) -> bool:
+    return any(out.glob("*/config.yaml"))  # of any run: those to resume may not have begun
 
 
 def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[RunFolder]:
     """The folder of each run. All are checked before the first run trains."""
     folders = run_folders(experiment, out)
-    if resume and not is_begun(experiment, out):
+    if resume and not is_begun(out):
         names = few((folder.path.name for folder in folders), 3)
         raise SettingsError(
             f"{str(out)!r} has no run to resume; expected one of the folders {names} in it; give the --out of the "
