@@ -308,9 +308,7 @@ def test_a_run_is_not_resumed_with_other_data(
     assert cli.main([*words, "--out", "out", "--resume"]) == 0
 
 
-def test_a_run_that_has_not_begun_starts_beside_resumed_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_has_not_begun_starts_beside_resumed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(write_table(tmp_path, 40))
     assert cli.main(["run", "e.yaml", "seeds=[0]", "--out", "out"]) == 0
     assert cli.main(["run", "e.yaml", "seeds=[1]", "--out", "out", "--resume"]) == 0
