@@ -118,7 +118,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = sorted(map(str, known))
     near = nearest(name, names)
     hint = f"did you mean {near!r}? " if near else ""
-    return f"{hint}known: {', '.join(names)}"
+    return f"{hint}known: {', '.join(names) or 'none'}"
 
 
 def few(words: Iterable[str], most: int, between: str = ", ") -> str:

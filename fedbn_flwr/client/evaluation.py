@@ -242,6 +242,11 @@ class Measurement:
         answered, correct, by_class = (sum(parts) for parts in zip(*filter(None, self._counts), strict=True))
         if name == "accuracy":
             return int(correct) / answered if answered else math.nan
+        if name == "balanced_accuracy" and self.task.form == "labels":  # "no" is a class, too
+            true, yes, predicted = by_class
+            examples = answered // max(1, len(yes))
+            no = torch.stack([examples - yes - predicted + true, examples - yes, examples - predicted])
+            by_class = torch.cat([by_class, no], 1)
         return ratio(name, by_class)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import OF_RUN_CONFIG, RunFailed, SettingsError, did_you_mean, options_as
-from fedbn_flwr.trees import Draft, Tree
+from fedbn_flwr.trees import Draft, Tree, flat_settings
 
 from .common import Commands, add_command, continued_by, parse_pairs
 
@@ -95,9 +95,11 @@ def flwr(arguments: argparse.Namespace) -> int:
             )
     elif arguments.workers is not None:
         raise SettingsError("--workers is an option of the local engine; add --engine local")
+    defaults = flat_settings(project["tool"]["flwr"]["app"].get("config", {}))
+    if unknown := [key for key in run_config if key not in defaults]:
+        raise SettingsError(f"--run-config has no key {unknown[0]!r}; {did_you_mean(unknown[0], defaults)}")
     folders: list[RunFolder] = []
     if project["project"]["name"] == "fedbn-flwr":
-        defaults = project["tool"]["flwr"]["app"]["config"]
         run_config, federation, folders = _of_experiment(run_config, federation, defaults)
     out = folders[0].path.parent if folders else None
     began = time_stamp()
@@ -140,8 +142,6 @@ def _of_experiment(run_config: Tree, federation: Tree, defaults: Tree) -> tuple[
     from .simulation import check_federation, federation_config
 
     for key, value in run_config.items():
-        if key not in defaults:
-            raise SettingsError(f"--run-config has no key {key!r}; {did_you_mean(key, defaults)}")
         if type(value) is not type(defaults[key]):
             expected = "true or false" if key == "resume" else "text, in quotes"
             raise SettingsError(f"--run-config: {key} is {value!r}; expected {expected}")

@@ -28,10 +28,11 @@ def add(commands: Commands) -> None:
         ),
     )
     parser.add_argument("name", metavar="NAME", help="name of the experiment and of the file, NAME.yaml")
-    parser.add_argument(
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
         "--from", dest="source", default="quick", metavar="EXPERIMENT", help="what to start from (quick)"
     )
-    parser.add_argument("--data", type=Path, metavar="PATH", help="a table or a folder of images of your own")
+    start.add_argument("--data", type=Path, metavar="PATH", help="a table or a folder of images of your own")
     parser.add_argument("--label", metavar="COLUMN", help="with --data: what is predicted")
     parser.add_argument("--group", metavar="COLUMN", help="with --data: each of its values is a client")
     parser.add_argument("--out", type=Path, metavar="FILE", help="another file, ending in .yaml")

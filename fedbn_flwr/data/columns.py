@@ -98,7 +98,8 @@ def open_examples(given: Source, table: Table, entry: Entry | None = None, known
     }
     if source.series is not None:
         table, inputs = of_series(source, table)
-    grouping = [(key, column) for key, column in _named(source) if key in ("domain", "group") or "." in key]
+    units = () if source.window is None else ("series",)  # windows may overlap, so those of a series stay together
+    grouping = [(key, column) for key, column in _named(source) if key in ("domain", "group", *units) or "." in key]
     groups = {key: _groups(name, table, key, column, source.domains) for key, column in grouping}
     images = [column for column in inputs if table.kind(column) == "Image"]
     if images and len(inputs) > 1:
@@ -134,7 +135,7 @@ def open_examples(given: Source, table: Table, entry: Entry | None = None, known
         targets.names,
         groups.get("domain"),
         groups.get("group"),
-        next((group for key, group in groups.items() if key.startswith("test.")), None),
+        groups.get("test.by") or groups.get("test.time") or groups.get("series"),
         table.commit,
         targets.task,
         features,

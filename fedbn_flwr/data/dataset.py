@@ -111,7 +111,8 @@ class DataSet(DataForm):
     class_names: tuple[str, ...]  # or the names of labels, or of regression targets
     domains: Groups | None = None
     groups: Groups | None = None  # sites, patients, users: the clients of a natural partition
-    apart: Groups | None = None  # the values by which the test split is held out: data.test.by or data.test.time
+    # Examples that must be on one side of a split: those of a value of data.test.by or data.test.time, or of a series.
+    apart: Groups | None = None
     commit: str | None = None  # of the hub's repository that the examples are from
     task: Task = CLASSIFICATION
     input_names: tuple[str, ...] = ()  # of the features
@@ -264,7 +265,7 @@ class DataSet(DataForm):
         The draw depends on `test` alone: neither on the seed of the run nor on the clients.
         """
         is_test = self._is_late(test) if test.time is not None else self._is_drawn(test)
-        return replace(self.select(~is_test, is_test), apart=None)
+        return self.select(~is_test, is_test)
 
     def _is_drawn(self, test: HeldOut) -> Tensor:
         """Which examples are drawn, all or none of those that have the same value of `data.test.by`."""
@@ -275,7 +276,8 @@ class DataSet(DataForm):
         if self.apart is not None:  # the patients may be the groups
             columns = [column for column in columns if len(column.unique()) < len(first)] or [torch.zeros(len(first))]
         purpose, number, total = "held-out test examples", int(test.split or 0), len(first)
-        what = f"{total} {'examples' if self.apart is None else f'values of data.test.by={test.by!r}'} of {self.name!r}"
+        whole = "series" if test.by is None else f"values of data.test.by={test.by!r}"
+        what = f"{total} {'examples' if self.apart is None else whole} of {self.name!r}"
         if test.folds is not None:
             if test.folds > total:
                 raise DataError(f"data.test.folds is {test.folds}, more than the {what}")

@@ -22,7 +22,7 @@ from fedbn_flwr.data.schema import Positive, Section
 from fedbn_flwr.errors import DataError, few
 from fedbn_flwr.trees import Draft, Tree
 
-from .dataset import Groups
+from .dataset import DataSet, Groups
 
 KEY = "data.partition.kind"
 Labels = np.ndarray  # int64 [N], the class of each example
@@ -341,13 +341,19 @@ def _called(name: str, rows: Rows, clients: int, seed: int, options: Tree) -> Cl
     return list(map(np.asarray, found))
 
 
-def hold_out(rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
-    """A client's examples for training, and a random share for validation, rounded; at least one is for training."""
+def hold_out(dataset: DataSet, rows: Tensor, share: float, seed: int, client: int) -> tuple[Tensor, Tensor]:
+    """A client's examples for training, and a random share for validation, rounded; at least one is for training.
+
+    Examples that the test split keeps together, such as the windows of a series, are together here, too.
+    """
     if not share:
         return rows, rows[:0]
-    count = min(int(share * len(rows) + 0.5), len(rows) - 1)
-    order = torch.randperm(len(rows), generator=seeding.generator(seed, "validation", client)).to(rows.device)
-    return rows[order[count:].sort().values], rows[order[:count].sort().values]
+    units = torch.arange(len(rows)) if dataset.apart is None else dataset.apart.train[rows]
+    found, unit = units.unique(return_inverse=True)
+    total = len(found)
+    order = torch.randperm(total, generator=seeding.generator(seed, "validation", client))
+    is_held = torch.isin(unit, order[: min(int(share * total + 0.5), total - 1)])
+    return rows[~is_held], rows[is_held]
 
 
 def share_test(parts: Sequence[Tensor], labels: Tensor, test_labels: Tensor, seed: int) -> list[Tensor]:

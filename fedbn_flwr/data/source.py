@@ -232,15 +232,9 @@ class Source(Section):
 
     @property
     def held_out(self) -> HeldOut | None:
-        """How the test split is drawn from the examples; None if the data have one.
-
-        Windows may overlap, so all windows of a series are on one side.
-        """
+        """How the test split is drawn from the examples; None if the data have one."""
         test = HeldOut(share=self.test) if isinstance(self.test, float) else self.test
-        if not isinstance(test, HeldOut):
-            return None
-        whole = self.window is not None and (test.by, test.time) == (None, None)
-        return test.model_copy(update={"by": self.series}) if whole else test
+        return test if isinstance(test, HeldOut) else None
 
     def of_seed(self, seed: int) -> Self:
         """With the test split that this seed draws, if each seed draws its own."""

@@ -155,7 +155,7 @@ class ClientParts(RunParts):
     @functools.cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """The indices of the training examples that the client trains on, and of those that it holds out."""
-        return hold_out(self.rows[0], self.run.evaluate.validation, self.run.seed, self.number)
+        return hold_out(self.dataset, self.rows[0], self.run.evaluate.validation, self.run.seed, self.number)
 
     @functools.cached_property
     def losses(self) -> tuple[Loss, Loss]:

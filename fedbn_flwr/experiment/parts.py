@@ -75,16 +75,20 @@ class Parts(RunParts):
         """Indices of each client's training examples."""
         return shares_of(self.run.source, self.run.clients, self.run.seed, str(self.device))[0]
 
+    def split(self, client: int) -> tuple[Tensor, Tensor]:
+        """Indices of the examples that a client trains on, and of those that it holds out."""
+        dataset = load_data(self.run.source, str(self.device))
+        return hold_out(dataset, self.partition[client], self.run.evaluate.validation, self.run.seed, client)
+
     @cached_property
     def held_out(self) -> Tensor:
         """Indices of the training examples that all clients that train together hold out."""
-        share, seed, unseen = self.run.evaluate.validation, self.run.seed, self.run.evaluate.unseen.clients
-        seen = (client for client in range(len(self.partition)) if client not in unseen)
-        held = [hold_out(self.partition[client], share, seed, client)[1] for client in seen]
+        share, unseen = self.run.evaluate.validation, self.run.evaluate.unseen.clients
+        held = [self.split(client)[1] for client in range(len(self.partition)) if client not in unseen]
         if not any(map(len, held)):
             raise SettingsError(
                 f"evaluate.validation is {share:g}, which is less than half an example for each of the {len(held)} "
-                "clients; use a larger share or fewer clients"
+                "clients (or half a value of data.test.by, or half a series); use a larger share or fewer clients"
             )
         return torch.cat(held)
 

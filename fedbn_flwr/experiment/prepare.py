@@ -18,7 +18,6 @@ from fedbn_flwr.client.optimizers import check_optimizer
 from fedbn_flwr.client.training import ONE_VALUE
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main_input
-from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.data.schema import Problem, refuse
 from fedbn_flwr.errors import SettingsError, did_you_mean, few, locate_errors
 from fedbn_flwr.exchange.step import exchanged_layers
@@ -35,7 +34,7 @@ from fedbn_flwr.trees import Tree
 
 from .data import Shape, check_labels, try_data
 from .parts import Parts, has_own_loss, learning_rate, plain_loss
-from .settings import Experiment, Settings, name_in, strategy_name, tracker_of
+from .settings import Experiment, Settings, name_in, options_in, strategy_name, tracker_of
 
 
 def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_data: bool = False) -> list[Parts]:
@@ -115,7 +114,10 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
     train, options, traits, hides = run.train, run.evaluate, rule.traits, broken_guarantees(rule).get("inside")
     optimizer, is_personal = name_in(train.optimizer), not traits.has_global_model
     by_sgd, clip, least = optimizer.lower() == "sgd", train.clip, traits.min_batch
-    of_optimizer = f"train.optimizer is {optimizer!r}"
+    batch = min([train.batch_size, *(own.batch_size for own in train.of_clients if own.batch_size is not None)])
+    options_of, of_optimizer = options_in(train.optimizer), f"train.optimizer is {optimizer!r}"
+    has_variant = bool(options_of.get("nesterov") or options_of.get("dampening"))
+    of_optimizer += f" with {dict(options_of)}" if has_variant else ""
     contradictions: Sequence[tuple[object, str, str]] = (
         (
             is_personal and options.clients is False,
@@ -126,6 +128,12 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
             is_personal and options.unseen.clients,
             f"evaluate.unseen.clients is {list(options.unseen.clients)}",
             "trains no global model, so it has none for a newcomer; leave it out",
+        ),
+        (
+            options.unseen.clients and traits.never_sent and {*options.unseen.statistics} != {"own"},
+            f"evaluate.unseen.statistics is {list(options.unseen.statistics)}",
+            f"has no mean for a newcomer: clients never send their {' and '.join(sorted(traits.never_sent))}; "
+            "expected [own]",
         ),
         (
             options.dynamics and hides is not None,
@@ -145,16 +153,21 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
             "parts changes their mean; leave train.clip out",
         ),
         (
-            "sgd" in traits.steps and (not by_sgd or train.keep_momentum),
-            "train.keep_momentum is true" if by_sgd else of_optimizer,
+            "sgd" in traits.steps and (not by_sgd or train.keep_momentum or has_variant),
+            of_optimizer if has_variant or not by_sgd else "train.keep_momentum is true",
             "divides changes by numbers of steps that are known for sgd whose momentum begins at zero in each round; "
-            "expected train.optimizer sgd without train.keep_momentum",
+            "expected train.optimizer sgd without nesterov, dampening and train.keep_momentum",
         ),
         (
-            train.batch_size < least,
-            f"train.batch_size is {train.batch_size}",
+            "sgd" in traits.steps and train.momentum and getattr(rule.base, "proximal_mu", 0),
+            f"train.momentum is {train.momentum}",
+            "knows the numbers of steps for either momentum or proximal_mu; leave one of them out",
+        ),
+        (
+            batch < least,
+            f"train.batch_size is {batch}" if batch == train.batch_size else f"train.of_clients has batch_size {batch}",
             f"doesn't exchange the statistics of batches of fewer than {least} examples, which would reveal the "
-            f"examples; use a larger train.batch_size, or allow it with strategy.min_batch: {train.batch_size}",
+            f"examples; use larger batches, or allow it with strategy.min_batch: {batch}",
         ),
         (
             "momentum" in traits.steps and not (by_sgd and train.momentum > 0),
@@ -221,8 +234,7 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
 def check_partition(parts: Parts) -> None:
     """Raise an error if clients have too few examples to exchange statistics of batches, or to train at all."""
     run, least = parts.run, parts.rule.traits.min_batch
-    share = run.evaluate.validation
-    sizes = [len(hold_out(part, share, run.seed, client)[0]) for client, part in enumerate(parts.partition)]
+    sizes = [len(parts.split(client)[0]) for client in range(len(parts.partition))]
     is_frozen = any(rule.memory.switch_round == 1 for rule in parts.rule.chain)  # FixBN with freeze_round 0
     if min(run.train.batch_size, max(sizes)) == 1 and not least and not is_frozen:
         try_model(run, parts.model, parts.shape, parts.device, examples=1)

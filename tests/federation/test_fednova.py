@@ -123,13 +123,23 @@ def test_momentum_of_an_earlier_round_is_an_error(federation: Federations) -> No
 
 
 @pytest.mark.parametrize(
-    ("train", "found"), [("{optimizer: adam}", "'adam'"), ("{momentum: 0.9, keep_momentum: true}", "keep_momentum")]
+    ("train", "found"),
+    [
+        ("{optimizer: adam}", "'adam'"),
+        ("{momentum: 0.9, keep_momentum: true}", "keep_momentum"),
+        ("{momentum: 0.9, optimizer: {name: sgd, nesterov: true}}", "'sgd' with {'nesterov': True}"),
+    ],
 )
 def test_an_experiment_names_the_setting(train: str, found: str, tmp_path: Any) -> None:
     file = tmp_path / "nova.yaml"
     file.write_text(f"strategy: {{name: FedNova}}\nmodel: {{name: cnn}}\ntrain: {train}\n")
     with pytest.raises(SettingsError, match=f"{found}.*, but strategy FedNova divides"):
         prepare(load_experiment(str(file), []))
+    file.write_text(file.read_text().replace(train, "{momentum: 0.9}"))
+    with pytest.raises(
+        SettingsError, match=r"momentum is 0\.9, but .* FedNova knows .* either momentum or proximal_mu"
+    ):
+        prepare(load_experiment(str(file), ["strategy.proximal_mu=0.1"]))
 
 
 def test_frozen_statistics_stay_and_secure_aggregation_is_an_error(federation: Federations) -> None:

@@ -94,6 +94,10 @@ def test_a_newcomer_never_trains_and_is_not_missed(tmp_path: Path) -> None:
         ({"evaluate": {"unseen": {"clients": [0, 1, 2]}}}, "so that others train"),
         ({"evaluate": {"unseen": {"clients": [1, 1]}}}, "list each client once"),
         ({"evaluate": {"unseen": {"clients": [1], "statistics": ["all"]}}}, "evaluate.unseen.statistics"),
+        (
+            {"strategy": {"name": "FedBN", "global_norm": "initial"}},
+            r"unseen\.statistics is \['mean', 'batch', 'own'\], but .* FedBN has no mean for a newcomer: .* affine",
+        ),
         ({"strategy": {"name": "Standalone"}}, "Standalone trains no global model, so it has none for a newcomer"),
         ({"strategy": {"name": "FedAvg", "min_train_nodes": 3}}, "min_train_nodes .* is 3, but there are 2 clients"),
     ],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.data.dataset import DataSet
+from fedbn_flwr.engines.metered import Traffic
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.file.layers import read_experiment
 from fedbn_flwr.experiment.parts import make_model
@@ -30,7 +31,7 @@ from .predict import Opened, classes_of, measured
 
 # What a newcomer's batch norm can be, as in `evaluate.unseen.statistics`.
 WAYS = {"mean": "mean of the sites", "batch": "statistics of this site", "own": "as a new site begins"}
-_FILES = ("config.yaml", "environment.json", "history.jsonl", "model.json", "partition.json")
+_FILES = ("config.yaml", "environment.json", "model.json", "partition.json")
 _OTHER_CLASSES = 0.25  # a distance between the shares of classes that is worth a warning, if examples are many
 
 
@@ -92,7 +93,13 @@ def adapted(result: Result, new: Opened, tested: Opened) -> Adapted:
 def _of_a_new_client(result: Result, data: DataSet, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The arrays that the strategy keeps on clients, as a new one begins with them: with FedBN those of batch norm."""
     run = read_experiment(result.config).runs[0]
-    if not (kept := make_rule(run).traits.local_keys(state)):
+    traits = make_rule(run).traits
+    if Role.STATISTICS in traits.never_sent:
+        raise UserError(
+            "the run's clients never send their batch norm (global_norm: initial), so the run's model has none of the "
+            "federation, and there is nothing to adapt"
+        )
+    if not (kept := traits.local_keys(state)):
         return {}
     initial = make_model(run, data).state_dict()
     return {key: initial[key] for key in kept}
@@ -115,13 +122,15 @@ def _other_classes(result: Result, seen: Tensor) -> list[str]:
 
 
 def write(result: Result, model: nn.Module, way: str, out: Path) -> None:
-    """A run folder with this model, which `predict` and `export` take; its history is that of the training."""
+    """A run folder with this model, which `predict` and `export` take, without the history of another model."""
     out.mkdir(parents=True, mode=0o700)
     for name in _FILES:
         if (file := result.folder / name).exists():
             shutil.copy(file, out / name)
     folder, state = RunFolder(out), model.state_dict()
-    folder.write_summary(replace(result.summary, label=f"{result.label} ({WAYS[way]})", personal=None))
+    label = f"{result.label} ({WAYS[way]})"
+    untrained = replace(result.summary, rounds=0, seconds=0.0, traffic=Traffic(), values={})
+    folder.write_summary(replace(untrained, label=label, personal=None))
     kinds = roles(state)
     folder.write_model(
         {key: value.numpy() for key, value in state.items() if kinds[key] is not Role.COUNTER}, result.summary.rounds

@@ -109,21 +109,21 @@ class Row:
         return self.runs[0]
 
     def values(self, metric: MetricKey) -> list[float]:
-        """The values of all counted runs; empty if one of them has no value, or if they diverged.
+        """The value of each seed, of which repetitions count as one."""
+        return list(self.by_seed(metric).values())
+
+    def by_seed(self, metric: MetricKey) -> dict[int, float]:
+        """The mean of each seed's counted runs; empty if one of them has no value, or if they diverged.
 
         Runs that diverged only have best values and costs.
         """
         key = str(metric)
-        if self.diverged and metric.whose not in BEST and key in self.first.summary.values:
-            return []
-        found = [run.values[key] for run in self.counted if key in run.values]
-        return list(map(float, found)) if len(found) == len(self.counted) else []
-
-    def by_seed(self, key: MetricKey) -> dict[int, float]:
-        """The mean of each seed: repetitions of a seed count as one."""
+        lacks = any(key not in run.values for run in self.counted)
+        if lacks or (self.diverged and metric.whose not in BEST and key in self.first.summary.values):
+            return {}
         values: dict[int, list[float]] = {}
-        for run, value in zip(self.counted, self.values(key), strict=False):
-            values.setdefault(run.summary.seed, []).append(value)
+        for run in self.counted:
+            values.setdefault(run.summary.seed, []).append(float(run.values[key]))
         return {seed: mean(some) for seed, some in values.items()}
 
 

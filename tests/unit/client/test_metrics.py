@@ -219,7 +219,7 @@ def label_figures(z: Tensor, y: Tensor) -> dict[str, float]:
     return {
         "accuracy": np.mean([theirs.accuracy_score(y[:, k], predicted[:, k]) for k in range(3)]),
         "macro-f1": theirs.f1_score(y, predicted, average="macro"),
-        "balanced-accuracy": theirs.recall_score(y, predicted, average="macro"),
+        "balanced-accuracy": np.mean([theirs.balanced_accuracy_score(y[:, k], predicted[:, k]) for k in range(3)]),
         "mean-iou": theirs.jaccard_score(y, predicted, average="macro"),
         "dice": theirs.f1_score(y, predicted, average="macro"),
         "auc": theirs.roc_auc_score(y, z, average="macro"),

@@ -96,6 +96,7 @@ def test_out_of_another_flower_app_is_its_own(
     app.mkdir()
     (app / "pyproject.toml").write_text(
         '[project]\nname = "other"\n[tool.flwr.app.components]\nserverapp = "a:b"\nclientapp = "a:c"\n'
+        '[tool.flwr.app.config]\nout = ""\n'
     )
     run = RunFolder(tmp_path / "out")
     write_run(run.path, "label", status="running")
@@ -108,6 +109,8 @@ def test_out_of_another_flower_app_is_its_own(
     for out in ("out=5", f"out='{run.path}'"):
         assert cli.main(["flwr", "run", str(app), "--run-config", out]) == 130
     assert "stopped" in capsys.readouterr().err
+    assert cli.main(["flwr", "run", str(app), "--run-config", "lr=0.1"]) == 2
+    assert "--run-config has no key 'lr'; known: out" in capsys.readouterr().err
     assert json.loads((run.path / "summary.json").read_text())["status"] == "running", "it is not written to"
 
 

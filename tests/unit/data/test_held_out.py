@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from fedbn_flwr.batch import first
+from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
@@ -78,6 +81,17 @@ def test_a_seed_draws_its_own_split_and_folds_cover_all_rows_once(table: Path) -
     assert set().union(*again) == set(range(ROWS))
     patients = [{row % 40 for row in rows(table, seed=seed, folds=4, by="patient")[1]} for seed in range(4)]
     assert sorted(patient for fold in patients for patient in fold) == list(range(40))
+
+
+def test_validation_keeps_together_what_the_test_split_does(table: Path) -> None:
+    source = Source(name=str(table), label=("sick",), test={"share": 0.2, "by": "patient"})  # type: ignore[arg-type]
+    data = load(source)
+    rows = torch.arange(len(data.train))[::2]
+    train, held = hold_out(data, rows, 0.25, 0, 1)
+    assert sorted([*train.tolist(), *held.tolist()]) == rows.tolist()
+    patients = [{int(row) % 40 for row in main_input(data.train.select(part).inputs)[:, 0]} for part in (train, held)]
+    assert len(patients[1]) == round(len(patients[0] | patients[1]) / 4)
+    assert patients[0].isdisjoint(patients[1])
 
 
 def test_the_columns_of_a_split_are_no_inputs(table: Path) -> None:

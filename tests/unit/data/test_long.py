@@ -14,6 +14,7 @@ from fedbn_flwr import run
 from fedbn_flwr.batch import tensors
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.load import load
+from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 
@@ -150,6 +151,9 @@ def test_windows_of_a_series_are_on_one_side_of_the_split(test: object, tmp_path
     data = load(source)
     of_train, of_test = ({int(row) // 100 for row in part.inputs[:, 0, 0]} for part in (data.train, data.test))
     assert (len(of_train), len(of_test), of_train & of_test) == (6, 2, set())
+    kept, held = hold_out(data, torch.arange(len(data.train)), 1 / 3, 0, 0)
+    assert len({int(row) // 100 for row in data.train.inputs[held, 0, 0]}) == 2
+    assert len({int(row) // 100 for row in data.train.inputs[kept, 0, 0]}) == 4
 
 
 def test_no_window_is_an_error_and_series_too_short_are_counted(

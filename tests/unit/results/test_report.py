@@ -14,6 +14,7 @@ import yaml
 from PIL import Image
 
 from fedbn_flwr import Results, cli
+from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import Row, headline
@@ -193,6 +194,7 @@ def test_runs_are_grouped_by_all_settings_but_the_seed(tmp_path: Path) -> None:
     write_run(tmp_path / "e", "FedAvg")
     first = [line[0] for line in table(rows_of(tmp_path))[1:]]
     assert first == ["FixBN, lr=0.1 (2 seeds)", "FixBN, lr=0.01 (2 runs, 1 seed)", "FedAvg"]
+    assert [len(row.values(MetricKey("accuracy"))) for row in rows_of(tmp_path)] == [2, 1, 1], "a seed counts once"
 
 
 # --- seeds that failed ----------------------------------------------------------

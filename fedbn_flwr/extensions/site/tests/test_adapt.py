@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fedbn_flwr import Result, cli, run
+from fedbn_flwr.errors import UserError
 from fedbn_flwr.extensions.site.newcomer import adapted
 from fedbn_flwr.extensions.site.predict import opened
 from tests.support.marks import slow_except
@@ -87,11 +88,24 @@ def test_the_written_model_predicts_and_is_exported(
     assert cli.main(["export", "adapted", "--fold", "--out", "m.pt2"]) == 0
     inputs = torch.randn(4, 3)
     result = Result.read("adapted")
+    assert result.summary.accuracy is None, "it was another model's"
+    assert cli.main(["report", "adapted", "run", "--out", "report"]) == 0
     with torch.no_grad():
         expected = result.model()(result.normalise()(inputs))
     assert torch.allclose(torch.export.load("m.pt2").module()(inputs), expected, atol=1e-5)
     assert cli.main(["adapt", str(done.folder), *data, "--out", "adapted"]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_batch_norm_that_was_never_sent_cannot_be_adapted(sites: list[Path], tmp_path: Path) -> None:
+    nodes = [{"data-path": str(site), "min-batch": 1} for site in sites]
+    strategy = {"name": "FedBN", "global_norm": "initial"}
+    done = run(
+        {**SETTINGS, "evaluate": {"server": False}}, strategy=strategy, node_config=nodes, out=tmp_path, progress=False
+    )
+    new = opened(done.files, sites[3], part="train")
+    with pytest.raises(UserError, match="never send their batch norm"):
+        adapted(done, new, new)
 
 
 def test_other_classes_are_a_warning(sites: list[Path], tmp_path: Path) -> None:
