@@ -115,9 +115,7 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
     optimizer, is_personal = name_in(train.optimizer), not traits.has_global_model
     by_sgd, clip, least = optimizer.lower() == "sgd", train.clip, traits.min_batch
     batch = min([train.batch_size, *(own.batch_size for own in train.of_clients if own.batch_size is not None)])
-    options_of, of_optimizer = options_in(train.optimizer), f"train.optimizer is {optimizer!r}"
-    has_variant = bool(options_of.get("nesterov") or options_of.get("dampening"))
-    of_optimizer += f" with {dict(options_of)}" if has_variant else ""
+    of_optimizer, more = f"train.optimizer is {train.optimizer!r}", options_in(train.optimizer)
     contradictions: Sequence[tuple[object, str, str]] = (
         (
             is_personal and options.clients is False,
@@ -153,8 +151,9 @@ def _check_strategy(run: Settings, rule: Rule) -> None:
             "parts changes their mean; leave train.clip out",
         ),
         (
-            "sgd" in traits.steps and (not by_sgd or train.keep_momentum or has_variant),
-            of_optimizer if has_variant or not by_sgd else "train.keep_momentum is true",
+            "sgd" in traits.steps
+            and (not by_sgd or train.keep_momentum or more.get("nesterov") or more.get("dampening")),
+            "train.keep_momentum is true" if by_sgd and train.keep_momentum else of_optimizer,
             "divides changes by numbers of steps that are known for sgd whose momentum begins at zero in each round; "
             "expected train.optimizer sgd without nesterov, dampening and train.keep_momentum",
         ),

@@ -127,7 +127,7 @@ def test_momentum_of_an_earlier_round_is_an_error(federation: Federations) -> No
     [
         ("{optimizer: adam}", "'adam'"),
         ("{momentum: 0.9, keep_momentum: true}", "keep_momentum"),
-        ("{momentum: 0.9, optimizer: {name: sgd, nesterov: true}}", "'sgd' with {'nesterov': True}"),
+        ("{momentum: 0.9, optimizer: {name: sgd, nesterov: true}}", "{'name': 'sgd', 'nesterov': True}"),
     ],
 )
 def test_an_experiment_names_the_setting(train: str, found: str, tmp_path: Any) -> None:
