@@ -27,7 +27,7 @@ from ..settings import (
     of_catalogue,
     strategy_name,
 )
-from .content import KEYS_OF_A_FILE, check_mapping, merge, nested, read_content, without, write_out
+from .content import KEYS_OF_A_FILE, check_mapping, drop_given, merge, nested, read_content, without, write_out
 from .expansion import (
     LISTS,
     MOST,
@@ -108,7 +108,9 @@ def _rows(content: Tree, changes: Tree, size: str, name: str) -> tuple[list[_Row
         own, resized = without(variant, *LISTS, "sizes"), merge(of_size, of_run)
         resized |= {} if size == PAPER else {"size": size}
         lists = lists_of(where, own, content, variant, resized, changes)
-        last = Layer(f"size {size}", without(resized, *LISTS)), Layer(COMMAND_LINE, without(changes, *LISTS))
+        plain, later = without(resized, *LISTS), {**(changes.get("sweep") or {}), **(changes.get("tune") or {})}
+        plain = nested(drop_given(plain, later).items()) if later else plain
+        last = Layer(f"size {size}", plain), Layer(COMMAND_LINE, without(changes, *LISTS))
         first = file, Layer(f"run {label}", own)
         cells = itertools.islice(cells_of(label, len(rows), lists, merge_layers(last)), MOST + 1)
         listed = [(cell, [Layer(kind, nested(getattr(cell, kind).items())) for kind in LISTS]) for cell in cells]

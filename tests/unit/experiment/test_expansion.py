@@ -227,6 +227,8 @@ def test_a_run_can_have_changes_of_its_own() -> None:
     sizes: {small: {rounds: 3, sweep: {train.lr: [0.5]}}}
     """
     assert [(run.label, run.rounds) for run in runs(text, "size=small")] == [("A, lr=0.5", 2), ("B, lr=0.5", 3)]
+    swept = runs(text, "size=small", "only=B", "sweep.rounds=[4, 5]")
+    assert [run.rounds for run in swept] == [4, 5], "a list that is given later counts instead of the size's value"
 
 
 def test_settings_of_a_run_are_an_experiment() -> None:
