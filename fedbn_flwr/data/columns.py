@@ -98,7 +98,7 @@ def open_examples(given: Source, table: Table, entry: Entry | None = None, known
     }
     if source.series is not None:
         table, inputs = of_series(source, table)
-    units = () if source.window is None else ("series",)  # windows may overlap, so those of a series stay together
+    units = () if source.window is None else ("series",)  # windows may overlap, so a series is not split
     grouping = [(key, column) for key, column in _named(source) if key in ("domain", "group", *units) or "." in key]
     groups = {key: _groups(name, table, key, column, source.domains) for key, column in grouping}
     images = [column for column in inputs if table.kind(column) == "Image"]

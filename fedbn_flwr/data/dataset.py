@@ -111,7 +111,7 @@ class DataSet(DataForm):
     class_names: tuple[str, ...]  # or the names of labels, or of regression targets
     domains: Groups | None = None
     groups: Groups | None = None  # sites, patients, users: the clients of a natural partition
-    # Examples that must be on one side of a split: those of a value of data.test.by or data.test.time, or of a series.
+    # What a split keeps on one side: the examples with one value of data.test.by or data.test.time, or of one series.
     apart: Groups | None = None
     commit: str | None = None  # of the hub's repository that the examples are from
     task: Task = CLASSIFICATION
@@ -276,8 +276,8 @@ class DataSet(DataForm):
         if self.apart is not None:  # the patients may be the groups
             columns = [column for column in columns if len(column.unique()) < len(first)] or [torch.zeros(len(first))]
         purpose, number, total = "held-out test examples", int(test.split or 0), len(first)
-        whole = "series" if test.by is None else f"values of data.test.by={test.by!r}"
-        what = f"{total} {'examples' if self.apart is None else whole} of {self.name!r}"
+        kept_whole = "series" if test.by is None else f"values of data.test.by={test.by!r}"
+        what = f"{total} {'examples' if self.apart is None else kept_whole} of {self.name!r}"
         if test.folds is not None:
             if test.folds > total:
                 raise DataError(f"data.test.folds is {test.folds}, more than the {what}")

@@ -260,6 +260,9 @@ def test_changes_may_follow_an_option(capsys: pytest.CaptureFixture[str]) -> Non
         with pytest.raises(SystemExit, match="2"):
             cli.main(words)
         assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["new", "mine", "--from", "demo", "--data", "t.csv"])
+    assert "argument --data: not allowed with argument --from" in capsys.readouterr().err
 
 
 def test_a_cluster_that_does_not_answer_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

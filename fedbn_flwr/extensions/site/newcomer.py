@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.metered import Traffic
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.file.layers import read_experiment
@@ -65,10 +64,19 @@ def adapted(result: Result, new: Opened, tested: Opened) -> Adapted:
     state = model.state_dict()
     if Role.STATISTICS not in roles(state).values():
         raise UserError("the model tracks no statistics of batch norm, so there is nothing to adapt")
+    run = read_experiment(result.config).runs[0]
+    traits = make_rule(run).traits
+    if Role.STATISTICS in traits.never_sent:
+        raise UserError(
+            "the run's clients never send their batch norm (global_norm: initial), so the run's model has none of the "
+            "federation, and there is nothing to adapt"
+        )
     statistics, _ = reestimate(model, new.batches, torch.device("cpu"), pooled=True)
     models = {way: copy.deepcopy(model) for way in WAYS}
     models["batch"].load_state_dict(statistics, strict=False)
-    models["own"].load_state_dict(_of_a_new_client(result, new.data, state), strict=False)
+    if kept := traits.local_keys(state):  # a new client begins with them newly built: with FedBN those in batch norm
+        initial = make_model(run, new.data).state_dict()
+        models["own"].load_state_dict({key: initial[key] for key in kept}, strict=False)
     known, changed = tested.labelled, dict[str, float]()
     values = {way: measured(each, tested)[main.name] for way, each in models.items() if known.num_examples}
     if tested.task.form == "classes":
@@ -88,21 +96,6 @@ def adapted(result: Result, new: Opened, tested: Opened) -> Adapted:
             "with the mean of the sites; use --use mean"
         )
     return Adapted(main, models, values, changed, distances(after, before), warnings)
-
-
-def _of_a_new_client(result: Result, data: DataSet, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The arrays that the strategy keeps on clients, as a new one begins with them: with FedBN those of batch norm."""
-    run = read_experiment(result.config).runs[0]
-    traits = make_rule(run).traits
-    if Role.STATISTICS in traits.never_sent:
-        raise UserError(
-            "the run's clients never send their batch norm (global_norm: initial), so the run's model has none of the "
-            "federation, and there is nothing to adapt"
-        )
-    if not (kept := traits.local_keys(state)):
-        return {}
-    initial = make_model(run, data).state_dict()
-    return {key: initial[key] for key in kept}
 
 
 def _other_classes(result: Result, seen: Tensor) -> list[str]:
@@ -128,9 +121,17 @@ def write(result: Result, model: nn.Module, way: str, out: Path) -> None:
         if (file := result.folder / name).exists():
             shutil.copy(file, out / name)
     folder, state = RunFolder(out), model.state_dict()
-    label = f"{result.label} ({WAYS[way]})"
-    untrained = replace(result.summary, rounds=0, seconds=0.0, traffic=Traffic(), values={})
-    folder.write_summary(replace(untrained, label=label, personal=None))
+    folder.write_summary(
+        replace(
+            result.summary,
+            label=f"{result.label} ({WAYS[way]})",
+            personal=None,
+            rounds=0,
+            seconds=0.0,
+            traffic=Traffic(),
+            values={},
+        )
+    )
     kinds = roles(state)
     folder.write_model(
         {key: value.numpy() for key, value in state.items() if kinds[key] is not Role.COUNTER}, result.summary.rounds

@@ -69,7 +69,11 @@ BN = "model: {name: cnn}\nclients: 2\n"
         ),
         (
             "{strategy: {name: FedTANII}, train: {optimizer: {name: Adam, eps: 0.1}}}",
-            r"train.optimizer is .*'Adam', .*, but strategy FedTANII needs sgd",
+            r"train.optimizer is {'name': 'Adam', 'eps': 0\.1}, but strategy FedTANII needs sgd",
+        ),
+        (
+            "{strategy: {name: FedTAN}, train: {batch_size: 32, of_clients: [{client: 1, batch_size: 8}]}}",
+            "train.of_clients has batch_size 8, but strategy FedTAN doesn't exchange the statistics of batches",
         ),
         (
             "{strategy: {name: FedTAN}, train: {clip: 1.0}}",
