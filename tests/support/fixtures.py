@@ -24,8 +24,10 @@ os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_HOME"] = tempfile.mkdtemp(prefix="fedbn-tests-")
 os.environ["HF_HOME"] = os.environ["FLWR_HOME"] + "/huggingface"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# A busy machine may need more than Ray's 60 s to start a process; then Ray starts another one.
+# A busy machine may need more than Ray's 60 s to start a process, for which Ray then starts another one, and more than
+# 30 s for the node itself, at which Ray gives up.
 os.environ["RAY_worker_register_timeout_seconds"] = "240"  # noqa: SIM112
+os.environ["RAY_raylet_start_wait_time_s"] = "900"  # noqa: SIM112
 os.environ["FEDBN_CACHE"] = os.environ["FLWR_HOME"] + "/cache"
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     # Tests start many processes: without compiled files each would compile torch again.
