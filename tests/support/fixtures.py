@@ -24,10 +24,8 @@ os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["FLWR_HOME"] = tempfile.mkdtemp(prefix="fedbn-tests-")
 os.environ["HF_HOME"] = os.environ["FLWR_HOME"] + "/huggingface"
 os.environ["HF_HUB_OFFLINE"] = "1"
-# A busy machine may need more than Ray's 60 s to start a process, for which Ray then starts another one, and more than
-# 30 s for the node itself, at which Ray gives up.
+# A busy machine may need more than Ray's 60 s to start a process; then Ray starts another one.
 os.environ["RAY_worker_register_timeout_seconds"] = "240"  # noqa: SIM112
-os.environ["RAY_raylet_start_wait_time_s"] = "900"  # noqa: SIM112
 os.environ["FEDBN_CACHE"] = os.environ["FLWR_HOME"] + "/cache"
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     # Tests start many processes: without compiled files each would compile torch again.
@@ -47,10 +45,14 @@ from torch import Tensor, nn
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app
 from fedbn_flwr.errors import log_once
+from fedbn_flwr.experiment.ray_settings import START
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.results.report import write
+from tests.support.command import PATIENCE
 from tests.support.packages import clean_environment, wheel  # noqa: F401 (fixtures)
+
+os.environ[START] = str(PATIENCE)  # a node that starts slowly gets as long as other programs; Ray is imported later
 
 # The same examples in every run, so that a failure can be reproduced. No limits of time: the machine may be busy.
 settings.register_profile(
