@@ -4,9 +4,7 @@ They run in the environment that nox is installed in (`uv pip install -e . --gro
 environment per chore would download PyTorch each time.
 """
 
-import json
 import sys
-import tempfile
 from pathlib import Path
 
 import nox
@@ -15,9 +13,9 @@ nox.options.default_venv_backend = "none"
 nox.options.sessions = ["check", "test"]
 
 
-def run(session: nox.Session, *words: str) -> None:
-    """Run a command of this environment, which need not be active."""
-    session.run(str(Path(sys.executable).with_name(words[0])), *words[1:])
+def run(session: nox.Session, *words: str, **variables: str | None) -> None:
+    """Run a command of this environment, which need not be active, with these variables too."""
+    session.run(str(Path(sys.executable).with_name(words[0])), *words[1:], env=variables)
 
 
 @nox.session
@@ -61,6 +59,26 @@ def slow(session: nox.Session) -> None:
     run(session, "pytest", *options, *session.posargs)
 
 
+# `test` and `slow` have the processor's own instructions, and one thread.
+MACHINES: list[dict[str, str | None]] = [
+    {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "OMP_NUM_THREADS": "1"},
+    {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    {"FEDBN_TEST_THREADS": "2"},
+]
+
+
+@nox.session
+def machines(session: nox.Session) -> None:
+    """The numerical tests with the instructions of older processors, and with two threads."""
+    rooms = [
+        "tests/federation",
+        *(f"tests/unit/{room}" for room in ("norms", "models", "client", "exchange", "messages")),
+    ]
+    for settings in MACHINES:
+        session.log(" ".join(f"{key}={value}" for key, value in settings.items()))
+        run(session, "pytest", "-n", "3", *(session.posargs or rooms), **settings)
+
+
 @nox.session
 def coverage(session: nox.Session) -> None:
     """Both groups of tests, and the lines that they miss. Tracing nearly doubles the time of a test."""
@@ -75,22 +93,9 @@ def nightly(session: nox.Session) -> None:
 
 @nox.session
 def audit(session: nox.Session) -> None:
-    """Known vulnerabilities of the installed packages, from PyPI's database; needs the Internet."""
-    program = str(Path(sys.executable).with_name("pip-audit"))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "audit.json"
-        session.run(program, "--progress-spinner=off", "--format=json", f"--output={file}", success_codes=[0, 1])
-        packages = json.loads(file.read_text(encoding="utf-8"))["dependencies"]
-    # This project, and builds such as torch 2.12+cpu, are not in the database.
-    unknown = [package["name"] for package in packages if "skip_reason" in package]
-    if len(unknown) > len(packages) // 10:
-        session.error(f"{len(unknown)} of {len(packages)} packages could not be looked up, such as {unknown[0]}")
-    for package in packages:
-        for found in package.get("vulns", []):
-            fixed = ", ".join(found["fix_versions"]) or "no version yet"
-            session.warn(f"{package['name']} {package['version']}: {found['id']}, fixed in {fixed}")
-    if any(package.get("vulns") for package in packages):
-        session.error("installed packages have known vulnerabilities")
+    """Known vulnerabilities of the pinned packages, from PyPI's database; needs the Internet."""
+    options = ("--strict", "--no-deps", "--disable-pip", "--progress-spinner=off")
+    run(session, "pip-audit", *options, "--requirement", "constraints.txt")
 
 
 @nox.session

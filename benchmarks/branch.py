@@ -17,8 +17,8 @@ from fedbn_flwr.experiment.run.launch import run_folders
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.results.folder.reader import deciding
 from fedbn_flwr.results.folder.writer import RunFolder
+from fedbn_flwr.results.yaml_text import dump_yaml
 from fedbn_flwr.strategies import state_of
-from fedbn_flwr.yaml_text import dump_yaml
 
 source, file, label, out, *overrides = sys.argv[1:]
 experiment = load_experiment(file, overrides)

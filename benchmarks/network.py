@@ -149,7 +149,7 @@ def local(clients: int, strategy: dict[str, Any], environment: dict[str, str]) -
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "latency.yaml"
         file.write_text(json.dumps(experiment(clients, 6, {"run": {"strategy": strategy}})))
-        words = [sys.executable, "-m", "fedbn_flwr.cli", "run", str(file), f"engine.workers={clients}"]
+        words = [sys.executable, "-m", "fedbn_flwr.commands.cli", "run", str(file), f"engine.workers={clients}"]
         subprocess.run(
             [*words, "--out", f"{folder}/out"],
             check=True,

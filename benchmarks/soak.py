@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.experiment.file.layers import load_experiment
@@ -39,6 +38,7 @@ from fedbn_flwr.experiment.listeners.progress import Reporter
 from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import run_one
+from fedbn_flwr.internals import ErrorCode
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, pack, unpack
 from fedbn_flwr.results.folder.writer import RunFolder

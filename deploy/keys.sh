@@ -98,7 +98,7 @@ if [ "$mode" = check ]; then
         elif ! openssl x509 -in "$certificate" -noout -checkend 2592000 >/dev/null; then
             case $certificate in
                 */ca.crt) cure="--force creates another authority and other keys, which all sites and users need" ;;
-                *) cure="renew it with --add --nodes N, then: docker compose restart superlink superexec-serverapp proxy" ;;
+                *) cure="renew it with --add --nodes N, then: docker compose restart proxy, and between two runs superlink superexec-serverapp" ;;
             esac
             echo "$certificate: expires within 30 days, on ${end#*=}; $cure"
         else

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .norms.compound import declare_batch_norm
     from .norms.convert import convert_norm
     from .norms.roles import Role, roles
-    from .results.result import Result, Results
+    from .results.result import Result
+    from .results.several import Results
 
     __version__: str
 
@@ -44,8 +45,9 @@ _MODULES = {
     "run_all": ".experiment.api",
     "evaluate": ".experiment.api",
     "survey": ".experiment.api",
+    "diagnose": ".extensions.diagnose.measure",
     "Result": ".results.result",
-    "Results": ".results.result",
+    "Results": ".results.several",
     "Settings": ".experiment.settings",
     "BNClient": ".client.client",
     "client_app": ".client.app",

@@ -15,7 +15,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
-import torch
 
 from .errors import SettingsError
 
@@ -24,10 +23,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., object])
 
-_SIMPLE = {
-    bool: "true or false", int: "an integer", float: "a number", str: "a text", types.NoneType: "None",
-    torch.dtype: "a torch.dtype",
-}  # fmt: skip
+_SIMPLE = {bool: "true or false", int: "an integer", float: "a number", str: "a text", types.NoneType: "None"}
 # The limits of annotated_types.
 _LIMITS = {"ge": (">=", operator.ge), "gt": (">", operator.gt), "le": ("<=", operator.le), "lt": ("<", operator.lt)}
 
@@ -76,13 +72,13 @@ def _fits(value: Any, annotation: Any) -> bool:
         return any(_fits(value, part) for part in parts)
     if kind is Literal:
         return any(type(value) is type(part) and value == part for part in parts)
-    if annotation in _SIMPLE:
+    if isinstance(annotation, type):
         return isinstance(value, int | float if annotation is float else annotation) and (
             annotation is bool or not isinstance(value, bool)
         )
     if kind is Callable:
         return callable(value)
-    if kind is Annotated and _is_simple(parts[0]):
+    if kind is Annotated and (_is_simple(parts[0]) or isinstance(parts[0], type)):
         limits = [(_LIMITS[key][1], getattr(note, key)) for note in parts[1:] for key in _LIMITS if hasattr(note, key)]
         return _fits(value, parts[0]) and all(holds(value, limit) for holds, limit in limits)
     return adapter(annotation).validator.isinstance_python(value, strict=True)

@@ -15,12 +15,14 @@ FedbnError                 base class; the message is enough, without a tracebac
 from __future__ import annotations
 
 import difflib
-import functools
 import logging
+import mmap
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -59,6 +61,15 @@ class DataError(UserError):
     pass
 
 
+def error_if(is_so: object, problem: str, private: str = "") -> None:
+    """Raise a DataError for a problem of the data, if it is so.
+
+    The words are made in any case; where they have to be computed, write `if` and `raise`.
+    """
+    if is_so:
+        raise DataError(problem, private)
+
+
 class MissingPackage(FedbnError, ImportError):
     exit_code = 2
 
@@ -95,10 +106,25 @@ def locate_errors(where: str) -> Iterator[None]:
 LOG = logging.getLogger("flwr")  # Flower's logger, so that its settings apply
 
 
-@functools.lru_cache(maxsize=64)
+_SAID = mmap.mmap(-1, 1 << 20)  # shared with the processes that are forked from this one
+
+
+def is_new(*what: object) -> bool:
+    """Whether no process of this command has asked this before; of 10,000 answers one may be wrong."""
+    place = zlib.crc32(repr(what).encode()) % len(_SAID)
+    new, _SAID[place] = not _SAID[place], 1
+    return new
+
+
+def forget_said() -> None:
+    """At the start of a command: say again what an earlier one said once."""
+    _SAID[:] = bytes(len(_SAID))
+
+
 def log_once(text: str, level: int = logging.WARNING) -> None:
-    """Log a message once per process, not once for each client and round."""
-    LOG.log(level, "%s", text)
+    """Log a message once per command, not once for each run, client and round."""
+    if is_new(text):
+        LOG.log(level, "%s", text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
@@ -114,11 +140,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an "unknown name" message: the nearest known name, then all known names."""
+    """The end of an "unknown name" message: the nearest known name, then all known names, or ten similar ones."""
     names = sorted(map(str, known))
-    near = nearest(name, names)
-    hint = f"did you mean {near!r}? " if near else ""
-    return f"{hint}known: {', '.join(names) or 'none'}"
+    near, shown = nearest(name, names), ", ".join(names) or "none"
+    if len(shown) > 500:
+        shown = f"{', '.join(difflib.get_close_matches(name, names, 10, 0))} and {len(names) - 10} more"
+    return f"{f'did you mean {near!r}? ' if near else ''}known: {shown}"
 
 
 def few(words: Iterable[str], most: int, between: str = ", ") -> str:
@@ -127,10 +154,22 @@ def few(words: Iterable[str], most: int, between: str = ", ") -> str:
     return between.join(known[:most]) + (f" and {len(known) - most} more" if len(known) > most else "")
 
 
+def by_reason(problems: Iterable[Sequence[str]]) -> list[str]:
+    """Pairs of who has a problem and which, a text for each problem: `client 0 (3 times), client 1: no examples`."""
+    found: dict[str, Counter[str]] = {}
+    for who, reason in problems:
+        found.setdefault(reason, Counter())[who] += 1
+    counted = {reason: (who + f" ({n} times)" * (n > 1) for who, n in each.items()) for reason, each in found.items()}
+    return [f"{few(each, 5)}: {reason}" for reason, each in counted.items()]
+
+
 _LIBRARIES = tuple(
     os.path.join(path, "")
     for path in (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), os.path.dirname(__file__))
 )
+
+
+IN_LOG = "the client's log has the whole error"
 
 
 def described(error: BaseException, *, to_server: bool = False, own_data: bool = False) -> str:
@@ -142,7 +181,7 @@ def described(error: BaseException, *, to_server: bool = False, own_data: bool =
     text, whole, ours = str(error), str(error), isinstance(error, FedbnError)
     if to_server:
         text = getattr(error, "public", whole if ours or not own_data else "")
-    more = "" if text == whole else "the client's log has the whole error"
+    more = "" if text == whole else IN_LOG
     found = f"{type(error).__name__}: {f'{text} ({more})' if text and more else text or more}"
     frames = [] if ours else list(traceback.walk_tb(error.__traceback__))
     for frame, line in reversed(frames):

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
-import importlib
+import importlib.util
 import inspect
 import operator
 import os
-import secrets
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -28,6 +26,7 @@ from fedbn_flwr.trees import Draft, Tree
 from .errors import MissingPackage, SettingsError, did_you_mean
 
 Make = Callable[..., Any]  # a function or a class that makes a part of a run
+given: dict[str, Make] = {}  # by name, the parts that a caller gave as objects and this process cannot import
 
 # The folder where `fedbn` was started, since Flower's processes run in another folder.
 FOLDER = "FEDBN_FOLDER"
@@ -36,6 +35,28 @@ FOLDER = "FEDBN_FOLDER"
 def is_name(text: str) -> bool:
     """Whether a setting is `module:name`, and not a path or a name in this library."""
     return ":" in text and not text.startswith((".", "/", "~"))
+
+
+def check_name(key: str, name: str, known: Collection[str], what: str) -> str:
+    """The name, if it is a known one or `module:callable`; else SettingsError says that it is not `what`."""
+    if not is_name(name) and name not in known:
+        raise SettingsError(
+            f"{key}={name!r} is not {what}; {did_you_mean(name, known)}, or module:callable for your own"
+        )
+    return name
+
+
+def docstring(place: str) -> str:
+    """The docstring of `module:name`, or of a module."""
+    module, _, name = place.partition(":")
+    whole = tree(module)
+    parts = (part for part in whole.body if isinstance(part, ast.ClassDef | ast.FunctionDef) and part.name == name)
+    return ast.get_docstring(next(parts, whole)) or ""
+
+
+def tree(module: str) -> ast.Module:
+    """The syntax tree of a module, from its file: nothing is imported."""
+    return ast.parse(Path(getattr(importlib.util.find_spec(module), "origin", "")).read_bytes())
 
 
 def as_path(given: str) -> str:
@@ -52,21 +73,21 @@ def load(key: str, name: str) -> Make:
     """The function, class or other callable that `name` refers to; `key` is the setting's key."""
     plain, bracket, text = name.partition("(")
     module, _, path = plain.partition(":")
-    arguments = _arguments(text) if bracket else {}
-    if plain not in _given and ("@" in path or "<" in path):
+    arguments = arguments_in(text) if bracket else {}
+    if plain not in given and ("@" in path or "<" in path):
         raise SettingsError(
             f"{key}={name!r} was defined inside a function and given to run(), and this process does not have it; give "
             "it to run() again, or define it at the top of a module or of a notebook cell"
         )
     is_wrong = not module or not all(map(str.isidentifier, path.split(".")))
-    if arguments is None or (is_wrong and plain not in _given):
+    if arguments is None or (is_wrong and plain not in given):
         raise SettingsError(f"{key}={name!r}: expected module:callable, for instance my_parts:{key.rpartition('.')[2]}")
     if (allowed := _allowed.get()) is not None and not {name, plain} & {*allowed}:
         raise SettingsError(
             f"{key}={name!r} is code that the run folder names, and its author chose it; if you trust it, "
             f"allow it: --allow {plain}, in Python Result.read(folder, allow={plain!r})"
         )
-    found = _given.get(plain) or _imported(key, plain, module, path)
+    found = given.get(plain) or _imported(key, plain, module, path)
     return functools.partial(found, **arguments) if arguments else found
 
 
@@ -126,36 +147,7 @@ def _check_folder(what: str, loaded: ModuleType, here: Path) -> None:
             )
 
 
-# --- parts that a caller gives as objects ---
-
-_given: dict[str, Make] = {}  # by name, the parts that this process cannot import
-_MARK = f"@{secrets.token_hex(4)}"  # of this process, in the name of such a part
-
-
-def give_name(part: Make) -> str:
-    """The name of a function, class or `functools.partial`, with which `load` returns it.
-
-    What no module has, such as a function inside another one, is kept: its name holds in this process and its forked
-    workers, and in no other, since nothing tells whether a definition there is the same.
-    """
-    if isinstance(part, functools.partial):
-        text = ", ".join(f"{key}={value!r}" for key, value in part.keywords.items())
-        if not part.args and (not text or _arguments(f"{text})") is not None):
-            return give_name(part.func) + (f"({text})" if text else "")
-    core = part.func if isinstance(part, functools.partial) else part
-    name = f"{core.__module__}:{core.__qualname__}"
-    if core is not part or "<" in name:
-        name = next((known for known, other in _given.items() if other is part), f"{name}{_MARK}-{len(_given)}")
-        _given[name] = part
-    return name
-
-
-def only_here(settings: object) -> set[str]:
-    """The names in settings that no other process knows."""
-    return {name for name in names_in(settings) if "@" in name}
-
-
-def _arguments(text: str) -> Draft | None:
+def arguments_in(text: str) -> Draft | None:
     """The values in `key=value, ...)`, which are literals of Python; None if the text is something else."""
     with suppress(SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         call = ast.parse(f"f({text}", mode="eval").body
@@ -163,41 +155,6 @@ def _arguments(text: str) -> Draft | None:
             found = {argument.arg: ast.literal_eval(argument.value) for argument in call.keywords}
             return None if None in found else found  # type: ignore[return-value]
     return None
-
-
-def not_importable(names: Iterable[str]) -> dict[str, Make]:
-    """The parts of these names that other processes cannot import, because the main program or a function has them."""
-    plain = {name.partition("(")[0] for name in names}
-    return {name: load("", name) for name in plain if name in _given or name.startswith("__main__:")}
-
-
-def give(parts: Mapping[str, Make]) -> None:
-    """Make `load` return these parts, which come from another process."""
-    _given.update(parts)
-
-
-# --- their names in settings ---
-
-
-def names_in(settings: object) -> set[str]:
-    """All names `module:callable` in settings (nested mappings and lists)."""
-    if isinstance(settings, str):
-        return {settings} if is_name(settings) else set()
-    items = (
-        settings.values() if isinstance(settings, Mapping) else settings if isinstance(settings, list | tuple) else ()
-    )
-    return {name for item in items for name in names_in(item)}
-
-
-def sources(settings: object) -> dict[str, str]:
-    """The files of the imported modules that settings name, each with its SHA-256."""
-    found = {}
-    for module in sorted({name.partition(":")[0] for name in names_in(settings)}):
-        file = getattr(sys.modules.get(module), "__file__", None)
-        if file is not None and (path := Path(file)).is_file():
-            parts = module.count(".") + 1 + (path.name == "__init__.py")
-            found["/".join(path.parts[-parts:])] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
 
 
 def call(key: str, name: str, /, *positional: object, **arguments: object) -> Any:

@@ -15,15 +15,17 @@ import json
 import operator
 import os
 import re
+import stat
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
-from .errors import StorageError
+from .errors import DataError, StorageError
 
 _VERSION = "fedbn-store4"
 
@@ -50,9 +52,31 @@ def open_regular(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
+def check_rights(name: Path, *below: Path) -> None:
+    """Raise an error for files that this process may not read; a site's server does not see their names.
+
+    Without this, names in a folder without the right x are reported as if they were missing.
+    """
+    above = list(reversed(name.absolute().parents))
+    for path in (*above, name, *below):
+        rights = os.R_OK if not os.path.isdir(path) else os.X_OK if path in above else os.R_OK | os.X_OK
+        if os.path.exists(path) and not os.access(path, rights, effective_ids=True):
+            status = path.stat()
+            raise DataError(
+                f"{str(name)!r} cannot be read by the user of this process, uid {os.geteuid()}; give this user the "
+                f"right to read it and all in it: setfacl -R -m u:{os.geteuid()}:rX (package acl), or chmod -R a+rX",
+                f": {str(path)!r} has the rights {stat.filemode(status.st_mode)} and belongs to uid {status.st_uid}",
+            )
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """Open a file, as the `opener` of `open`; a new one is for its owner only, since it may tell of clients' data."""
+    return os.open(path, flags, 0o600)
+
+
 @contextmanager
-def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterator[Path]:
-    """Yield a temporary path; the file written there replaces `path` if the block ends without an error.
+def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """Yield a temporary path; the private file written there replaces `path` if the block ends without an error.
 
     With `durable`, the new content is then on the disk and survives a loss of power. Raises StorageError if the file
     cannot be written.
@@ -61,7 +85,7 @@ def replacing(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterato
     with writing(path):
         try:
             temporary.unlink(missing_ok=True)  # left by a killed process, or a link, which must not be followed
-            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode))
+            os.close(open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW))
             yield temporary
             if durable:
                 _sync(temporary)
@@ -79,10 +103,13 @@ def to_json(content: object, indent: int | None = None) -> str:
     return json.dumps(finite, indent=indent)
 
 
-def write_store(path: Path, entries: Iterable[tuple[str, bytes]]) -> None:
+def write_store(path: Path, entries: Iterable[tuple[str, bytes]], *, durable: bool = True) -> None:
     """Replace `path` with a store of these entries, whose names must differ; raises StorageError if that fails."""
-    private = replacing(path, mode=0o600)  # clients' states reveal something about their data
-    with private as file, file.open("wb", buffering=1 << 20) as stream, ZipFile(stream, "w") as archive:
+    with (
+        replacing(path, durable=durable) as file,
+        file.open("wb", buffering=1 << 20) as stream,
+        ZipFile(stream, "w") as archive,
+    ):
         for name, data in entries:
             archive.writestr(ZipInfo(name), data)  # with a constant date
         archive.comment = _seal(archive)
@@ -115,6 +142,40 @@ def opened_store(path: Path) -> Iterator[Mapping[str, bytes]]:
             if packed or size > os.fstat(stream.fileno()).st_size:
                 raise BadZipFile("its entries are compressed, or larger than the file")
         yield _Entries(archive, path)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The states in which rounds have left something, a store for each: FOLDER/round-17."""
+
+    folder: Path
+
+    def numbers(self) -> list[int]:
+        """The rounds whose state is stored, in ascending order."""
+        names = (file.name.removeprefix("round-") for file in self.folder.glob("round-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def latest(self, last: int) -> int:
+        """The latest of these rounds up to `last`; 0 if there is none."""
+        return max((number for number in self.numbers() if number <= last), default=0)
+
+    def read(self, number: int) -> bytes:
+        return read_store(self.folder / f"round-{number}")["state"]
+
+    def write(self, number: int, state: bytes, checkpoint: int, *, durable: bool = True) -> None:
+        """Store the state of this round; a run with this checkpoint may still return to it, or to the round before."""
+        with writing(self.folder):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_store(self.folder / f"round-{number}", [("state", state)], durable=durable)
+        self.keep({self.latest(checkpoint), self.latest(number - 1), number})
+        for unfinished in self.folder.glob(".round-*.tmp"):  # written by a process that was killed
+            unfinished.unlink(missing_ok=True)
+
+    def keep(self, wanted: Container[int]) -> None:
+        """Delete the states of the other rounds."""
+        for number in self.numbers():
+            if number not in wanted:
+                (self.folder / f"round-{number}").unlink(missing_ok=True)
 
 
 class _Entries(Mapping[str, bytes]):

@@ -17,6 +17,12 @@ from .errors import SettingsError, did_you_mean
 SHARES = ("accuracy", "balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
 METRICS = (*SHARES, "rmse", "mae", "r2")
 
+_RANGES = {
+    **dict.fromkeys(SHARES, (0.0, 1 + 1e-6)),  # a mean of float32 may be above 1
+    **dict.fromkeys(("rmse", "mae"), (0.0, math.inf)),
+    "r2": (-math.inf, 1 + 1e-6),
+}
+
 _TITLES = {"macro_f1": "macro F1", "auc": "AUC", "mean_iou": "mean IoU", "rmse": "RMSE", "mae": "MAE", "r2": "R²"}
 
 # Words in the names of metrics that are better when lower, a user's `relative_error` included.
@@ -34,6 +40,12 @@ def title_of(name: str) -> str:
 def is_lower_better(key: str) -> bool:
     """Whether lower values of a metric are better; `key` may also name models and examples: `clients_own_loss`."""
     return not _LOWER.isdisjoint(key.split("_"))
+
+
+def impossible(name: str, value: float) -> str:
+    """Why a metric of this library cannot have this value; empty if it can."""
+    low, high = _RANGES.get(name, (-math.inf, math.inf))
+    return "" if low <= value <= high else f"its {title_of(name)} is {value:g}; expected {low:g} to {high:.3g}"
 
 
 def goodness(key: str, value: float) -> float:

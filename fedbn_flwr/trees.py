@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-Json = Mapping[str, Any]  # an object in a JSON file, for instance a line of the history
-Tree = Mapping[str, Any]  # settings by key, as in an experiment file; a section is a tree too
+Tree = Mapping[str, Any]  # settings by key, whose sections are trees too, or an object of a JSON file
 Draft = dict[str, Any]  # a tree while it is made
 
 

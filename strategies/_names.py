@@ -5,17 +5,17 @@ from typing import Any as _Any
 from fedbn_flwr import extensions as _extensions
 from fedbn_flwr.messages.reply import Reply as Reply
 from fedbn_flwr.server.flower import as_rule as as_rule
-from fedbn_flwr.server.rule import Rule as Rule
-from fedbn_flwr.server.rule import evaluation_round as evaluation_round
-from fedbn_flwr.server.rule import restore as restore
-from fedbn_flwr.server.rule import state_of as state_of
+from fedbn_flwr.server.hooks import evaluation_round as evaluation_round
+from fedbn_flwr.server.hooks import restore as restore
+from fedbn_flwr.server.hooks import state_of as state_of
+from fedbn_flwr.server.round import Rule as Rule
 from fedbn_flwr.server.traits import Round as Round
 from fedbn_flwr.server.traits import Traits as Traits
 from fedbn_flwr.server.traits import mean_is_enough as mean_is_enough
 from fedbn_flwr.server.wrapper import Wrapper as Wrapper
 from fedbn_flwr.server.wrapper import broken_guarantees as broken_guarantees
 
-# One line for each strategy: from these names an experiment can choose, and from those of extensions.
+# One line for each strategy; `fedbn_flwr/experiment/registry.py` lists those that an experiment can choose from.
 from .fedavg import FedAvg as FedAvg
 from .fedbn import FedBN as FedBN
 from .fedbs import FedBS as FedBS

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import Annotated, Literal, Never
 
@@ -27,14 +28,15 @@ from fedbn_flwr.errors import LOG, SettingsError, did_you_mean, few
 from fedbn_flwr.extensions import part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, pooled_mean, weighted_mean
-from fedbn_flwr.messages.arrays import metrics_in, record_of
+from fedbn_flwr.messages.arrays import configs_in, metrics_in, record_of
 from fedbn_flwr.messages.limits import form_problem, negative_variance
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import Reply, mean_of_metrics, number_problem
 from fedbn_flwr.norms.roles import Role, is_variance, mean_of, roles, selected, split
-from fedbn_flwr.server.rule import Base, Rule
+from fedbn_flwr.server.base import Base
+from fedbn_flwr.server.round import Rule
 from fedbn_flwr.server.traits import InfluenceBounds, Round, Traits, mean_is_enough, refuse_bounds
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 Share = Annotated[float, Ge(0), Le(1)]  # of the nodes
@@ -42,7 +44,7 @@ Nodes = Annotated[int, Ge(0), "a number of nodes"]
 Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]
 
 
-class FedAvg(Base, FlowerFedAvg):
+class FedAvg(Rule, Base, FlowerFedAvg):
     """The mean of the clients' models, weighted by their numbers of examples.
 
     It takes the arguments of Flower's FedAvg and the following ones.
@@ -183,6 +185,12 @@ class FedAvg(Base, FlowerFedAvg):
     # --- receiving ---
 
     def form_problem(self, round: Round, reply: Reply, sent: Arrays) -> str | None:
+        if self.traits.local and protocol.KEPT not in {*chain(*configs_in(reply.message.content).values())}:
+            return (
+                f"its ClientApp ignores the config key {protocol.KEPT!r}, so each round would begin with new arrays in "
+                f"place of its own ({protocol.join(self.traits.local)}): serve it by fedbn_flwr.client_app with a "
+                "BNClient"
+            )
         expected = split(sent, self.traits.local_keys(sent))[1] if self.traits.never_sent else None
         return number_problem(reply.metrics, self.weighted_by_key) or form_problem(reply.arrays, sent, expected)
 
@@ -204,7 +212,7 @@ class FedAvg(Base, FlowerFedAvg):
         mean = pooled_mean if self.traits.pooled else weighted_mean
         return mean([reply.arrays for reply in replies], weights)
 
-    def notes(self) -> Json:
+    def notes(self) -> Tree:
         """The bounds on the influence of one client, and how arrays are combined, if they have no defaults."""
         notes: dict[str, object] = {} if self.bounds is None else {"bounds": dict(self.bounds.notes())}
         notes |= {"norm_statistics": "pooled"} if self.traits.pooled else {}
@@ -221,22 +229,6 @@ def _share(nodes: int, fraction: float, least: int) -> int:
     return max(int(nodes * fraction + 1e-9), least, 1)  # 0.29 * 100 is 28.999999999999996
 
 
-# The arguments' names in Flower's old API (flwr.server.strategy), and in the new one.
-OLD_NAMES = {
-    "fraction_fit": "fraction_train",
-    "min_fit_clients": "min_train_nodes",
-    "min_evaluate_clients": "min_evaluate_nodes",
-    "min_available_clients": "min_available_nodes",
-    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
-    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
-    "on_fit_config_fn": "train_config of start()",
-    "on_evaluate_config_fn": "evaluate_config of start()",
-    "evaluate_fn": "evaluate_fn of start()",
-    "initial_parameters": "initial_arrays of start()",
-}
-
-
 def _unknown_argument(strategy: type, key: str) -> TypeError:
     known = {name for kind in strategy.__mro__ if issubclass(kind, Rule) for name in inspect.signature(kind).parameters}
-    hint = f"did you mean {OLD_NAMES[key]}?" if key in OLD_NAMES else did_you_mean(key, known - {"options"})
-    return TypeError(f"{strategy.__name__} has no argument {key!r}; {hint}")
+    return TypeError(f"{strategy.__name__} has no argument {key!r}; {did_you_mean(key, known - {'options'})}")

@@ -14,9 +14,9 @@ from typing import Any, Literal
 from flwr.app import ArrayRecord
 
 from fedbn_flwr.norms.roles import Role
-from fedbn_flwr.server.rule import require_norm
+from fedbn_flwr.server.hooks import require_norm
 from fedbn_flwr.server.traits import Traits
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
 from .fedavg import FedAvg
 
@@ -38,7 +38,7 @@ class LocalNorm(FedAvg):
         words = " and ".join(sorted(norm_roles))
         require_norm(self, {*map(Role, norm_roles)}, arrays, f"keeps batch norm ({words}) on the clients")
 
-    def notes(self) -> Json:
+    def notes(self) -> Tree:
         return {**super().notes(), "global_norm": self.global_norm}
 
 

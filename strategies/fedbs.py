@@ -8,7 +8,7 @@ Choices that the paper leaves open:
 
 - The loss is the mean training loss over the examples of a client's round, which every reply reports.
 - One weight per client applies to all arrays that are sent, statistics of batch norm included.
-- The paper gives no mu for FedProx; the default is that of `FedProx`.
+- The paper gives no values of epsilon, r and mu. Epsilon and r are chosen here; the default of mu is `FedProx`'s.
 
 This module implements the method as the paper describes it. The authors' public code averages with equal weights and
 pools the statistics of all clients and all previous rounds; it uses neither the loss nor the switch.
@@ -27,14 +27,14 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.server.traits import Round
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
 from .fedavg import FedAvg
 from .fedprox import PROXIMAL_MU
 
 
 class FedBS(FedAvg):
-    """FedAvg weighted by loss, then FedProx with equal weights.
+    """Clients with a higher loss count more until the losses are alike; then all count equally, with FedProx's term.
 
     Accepts FedAvg's arguments too; `weighted_by_key` applies only to the mean of metrics.
 
@@ -67,7 +67,7 @@ class FedBS(FedAvg):
         super().__init__(**options)
         self.epsilon, self.patience, self.proximal_mu = epsilon, patience, proximal_mu
 
-    def notes(self) -> Json:
+    def notes(self) -> Tree:
         """`switch_round` is the first round of FedProx, or None."""
         return {**super().notes(), "switch_round": self.memory.switch_round}
 

@@ -20,7 +20,7 @@ Choices that the paper leaves open:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from fedbn_flwr.server.traits import Round, Traits
 from .fedavg import FedAvg
 from .fedprox import PROXIMAL_MU
 
-NORMALISED = "fedbn.normalised"
+NORMALISED = "fedbn.fednova"
 EFFECTIVE_STEPS = "effective-steps"  # the metric ||a_i||_1
 TRAINED = frozenset({Role.WEIGHTS, Role.AFFINE})
 
@@ -79,9 +79,9 @@ class FedNova(FedAvg):
         a = reply.metrics[EFFECTIVE_STEPS]
         return None if a >= 1 - 1e-9 else f"its {EFFECTIVE_STEPS} is {a:g}; expected 1 or more"
 
-    def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+    def compare(self, replies: Mapping[int, Reply], sent: Arrays, records: Iterable[str]) -> dict[int, str]:
         """And numbers of steps that are far from the others', since each multiplies all changes."""
-        problems = super().compare(replies, sent)
+        problems = super().compare(replies, sent, records)
         a = {node: float(reply.metrics[EFFECTIVE_STEPS]) for node, reply in replies.items()}
         for node in a if len(a) > 2 else ():
             middle = float(np.median([each for other, each in a.items() if other != node]))

@@ -30,7 +30,7 @@ from fedbn_flwr.server.traits import Round
 
 from .fedavg import FedAvg, Names
 
-HEAD_EPOCHS = "fedbn.head-epochs"
+HEAD_EPOCHS = "fedbn.fedrep-head-epochs"
 
 
 class FedRep(FedAvg):

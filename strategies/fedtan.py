@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -24,17 +23,15 @@ from flwr.app import ArrayRecord, Message
 from torch.optim import SGD
 
 from fedbn_flwr.client.rule import ClientRule, Gradient
-from fedbn_flwr.engines.capabilities import capabilities
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.carriers import ByMessages, Carrier, Cohort, ExchangesDone, Service, run_exchanges, service
 from fedbn_flwr.exchange.codec import TIME_LIMIT, Agreement, Contribution
-from fedbn_flwr.exchange.step import exchanged_layers
+from fedbn_flwr.exchange.step import LayerwiseStep, exchanged_layers
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import total_weight, weighted_mean
-from fedbn_flwr.messages.arrays import variance_keys
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.norms.roles import Role
-from fedbn_flwr.server.rule import require_norm
+from fedbn_flwr.server.hooks import require_norm
 from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
 
 from .fedavg import FedAvg
@@ -61,8 +58,8 @@ class FedTAN(FedAvg):
         The time limit of one exchange in seconds, at most 3600. With an exchange service it is also at most half of the
         time that is left of the round's own limit, so that the other clients can finish without one that hangs.
     direct : bool (default: True)
-        Send exchanges the fastest way available: by calls to an exchange service (`FEDBN_EXCHANGE_ADDRESS`), through
-        the processes of the engines `local` and `ray`, or as messages; False always sends messages.
+        Send exchanges as calls to the exchange service if the server has one (`FEDBN_EXCHANGE_ADDRESS`), which takes
+        milliseconds between real nodes; without a service, and with False, as messages.
     """
 
     backward = True  # the backward pass exchanges gradients
@@ -116,7 +113,7 @@ class FedTAN(FedAvg):
         if self.service is not None:
             self._running = self.service(cohort, partial(self.run_exchanges, round))
             return self._running.messages
-        carrier = ByMessages(cohort, capabilities(round.grid).continue_parked if self.direct else None)
+        carrier = ByMessages(cohort)
         return carrier.train_messages(self.run_exchanges(round, carrier))
 
     def run_exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
@@ -127,17 +124,15 @@ class FedTAN(FedAvg):
         ) -> Sequence[int]:
             partitions = {node: contribution.partition for node, contribution in contributions.items()}
             self.training.admit(what, partitions, problems)
-            return self.training.nodes
+            return self.training.left
 
         return run_exchanges(
             carrier,
             f"round {round.number}",
-            self.training.nodes,
+            self.training.left,
             admit,
             self.agree,
             self.bounds.outliers if self.bounds else None,
-            capabilities(round.grid).report,
-            len(variance_keys(round.arrays)),
         )
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
@@ -195,20 +190,30 @@ class FedTANClient(ClientRule):
         local, config = self.local, self.local.config
         if protocol.EXCHANGE not in config:
             return None
+        step = self.exchanged()
+        if step.backward and not (isinstance(local.optimizer.torch, SGD) and local.optimizer.clip is None):
+            raise MessageError(
+                f"{protocol.EXCHANGE_BACKWARD!r} needs a first step whose mean over the clients is the step on the "
+                "union of their batches, which only SGD without clipping takes; expected optimizer sgd and no clip"
+            )
+        return step
+
+    def exchanged(self) -> LayerwiseStep:
+        """The gradient with exchanges; MessageError for a model that has none."""
+        local, config = self.local, self.local.config
         if Role.STATISTICS in frozen_roles(config) or not exchanged_layers(local.model):
             raise MessageError(
                 "FedTAN needs a layer that normalises with the statistics of its batch, and this client's model has "
                 "none (instance norms and frozen batch norms do not count); use FedAvg, or a model with batch norm"
             )
-        backward = bool(config.get(protocol.EXCHANGE_BACKWARD, True))
-        if backward and not (isinstance(local.optimizer.torch, SGD) and local.optimizer.clip is None):
-            raise MessageError(
-                f"{protocol.EXCHANGE_BACKWARD!r} needs a first step whose mean over the clients is the step on the "
-                "union of their batches, which only SGD without clipping takes; expected optimizer sgd and no clip"
-            )
-        min_batch = int(config.get(protocol.EXCHANGE_MIN_BATCH, protocol.MIN_BATCH))
-        return replace(
-            local.layerwise, fused=config[protocol.EXCHANGE] == "fused", backward=backward, min_batch=min_batch
+        return LayerwiseStep(
+            local.exchange,
+            fused=config[protocol.EXCHANGE] == "fused",
+            backward=bool(config.get(protocol.EXCHANGE_BACKWARD, True)),
+            examples=local.num_examples,
+            partition=local.partition,
+            min_batch=int(config.get(protocol.EXCHANGE_MIN_BATCH, protocol.MIN_BATCH)),
+            own_min_batch=local.min_batch,
         )
 
 

@@ -22,7 +22,7 @@ from fedbn_flwr.server.traits import Round
 
 from .fedavg import FedAvg
 
-CLIP = "fedbn.clip"
+CLIP = "fedbn.fedwon-clip"
 
 
 class FedWon(FedAvg):

@@ -4,14 +4,21 @@ Train with ordinary batch norm up to round T*, then freeze the aggregated statis
 normalises with the global mean and variance, in training as in evaluation, while gamma, beta and the other layers
 continue to train. This removes the mismatch between a client's batch statistics and the global ones without messages.
 
-T* may also be found during training (Appendix B.6): with `freeze_round={"window": W, "below": tau}` it is the first
-round in which Var = 1/W sum_i (dBN_i - mean dBN)^2, over the last W rounds, is below tau. The paper leaves open which
-norm measures dBN_i, the change of the statistics in round i. Here it is a root mean square over all layers, of the
-change of the means in units of the layer's standard deviation, and of the change of the log variances:
+T* may also be found during training (Appendix B.6). With `freeze_round={"window": W, "below": tau}` it is the first
+round in which
 
-    dBN_i^2 = 1/L sum_l (mean_drift_l^2 + variance_drift_l^2)
+    Var_m = 1/W sum_i (dBN_{m,i} - mean dBN_m)^2 < tau    for every client m of the round,
 
-These are the drifts that `evaluate.dynamics` records, so that you can choose W and tau from the norms.jsonl of a run.
+over the last W rounds of the client. dBN_{m,i} is the change of its local statistics in round i. The paper leaves open
+from where it is counted, by which norm, and whether all clients must have settled. Here it is the change between what
+the client receives and what it sends, a root mean square over the L layers, of the change of the means in units of the
+layer's standard deviation, and of the change of the log variances:
+
+    dBN^2 = 1/L sum_l (mean_drift_l^2 + variance_drift_l^2)
+
+`{"window": W, "mean_below": tau}` is a variant of this project: a single dBN_i, of the mean of the clients' statistics.
+It works with secure aggregation, and you can choose W and tau from the norms.jsonl of a run, because
+`evaluate.dynamics` records the same drifts.
 
 With `refresh` the frozen statistics follow the data. In a frozen round clients record the moments of each batch along
 with training, and the server moves its statistics towards theirs. `FixBN(FedAvg(), freeze_round=0, refresh=0.1)` is
@@ -28,7 +35,7 @@ remain:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -42,27 +49,30 @@ from fedbn_flwr.client.node_state import LOCAL_ARRAYS
 from fedbn_flwr.client.rule import MODEL, ClientRule, Key, LocalRound, Memo
 from fedbn_flwr.errors import MessageError, SettingsError, log_once
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays, cast, pooled_mean
+from fedbn_flwr.messages.aggregate import Array, Arrays, cast, pooled_mean, squared_distance, weighted_mean
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.norms.distances import distances, statistics_in
-from fedbn_flwr.norms.roles import Role, is_variance, mean_of, of_roles, roles, split
+from fedbn_flwr.norms.roles import Role, is_variance, of_roles, roles, split
 from fedbn_flwr.norms.statistics import MomentRecorder
-from fedbn_flwr.server.rule import require_norm
+from fedbn_flwr.server.hooks import require_norm
 from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
 from fedbn_flwr.server.wrapper import Wrapper
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
-FREEZE = "fedbn.freeze"
-MOMENTS = "fedbn.moments"
+FREEZE = "fedbn.fixbn-freeze"
+MOMENTS = "fedbn.fixbn-moments"
 _WORDS = "a round as an integer (0, 1, 2, ...) or a fraction of the rounds as a float (0.0 to 1.0)"
 LastFree = Annotated[Annotated[int, Ge(0)] | Annotated[float, Ge(0), Le(1)], _WORDS]
-_Key = Literal["window", "below"]
+_Tau = Annotated[float, Gt(0)]
+Window = (
+    Annotated[Mapping[Literal["window", "below"], _Tau], MinLen(2)]
+    | Annotated[Mapping[Literal["window", "mean_below"], _Tau], MinLen(2)]
+)
 FreezeRound = Annotated[
-    LastFree | Annotated[Mapping[_Key, Annotated[float, Gt(0)]], MinLen(2)],
-    f"{_WORDS}, or {{window: W, below: tau}} with numbers > 0",
+    LastFree | Window, f"{_WORDS}, or {{window: W, below: tau}} or {{window: W, mean_below: tau}} with numbers > 0"
 ]
 _Role = Literal["statistics", "affine"]
 Frozen = Annotated[_Role | Annotated[Sequence[_Role], MinLen(1)], "one or both of ['affine', 'statistics']"]
@@ -78,8 +88,8 @@ class FixBN(Wrapper):
     freeze_round : int | float | dict (default: 0.5)
         T*, the last round with ordinary batch norm, as a round (int) or a fraction of all rounds (float). 0 freezes
         the initial statistics, and the number of rounds freezes nothing. `{window: W, below: tau}` freezes once the
-        statistics have settled: when the variance of their changes in the last W rounds falls below tau. The paper's
-        default is half.
+        statistics have settled: when the variance of each client's last W changes is below tau (with `mean_below`, of
+        the changes of their mean). The paper's default is half.
     freeze : sequence of str (default: ["statistics"])
         The roles to freeze: "statistics", "affine" (gamma and beta), or both. The paper compares the three (Table H).
     refresh : float | None (default: None)
@@ -94,7 +104,7 @@ class FixBN(Wrapper):
 
     @dataclass
     class Memory(Wrapper.Memory):
-        changes: list[float] = field(default_factory=list)  # dBN_i of the last W rounds
+        changes: dict[int, list[float]] = field(default_factory=dict)  # each client's last W dBN; -1 has the mean's
 
     memory: Memory
 
@@ -111,8 +121,6 @@ class FixBN(Wrapper):
             "FixBN would freeze values that are not data statistics; wrap it: FixBN(MeanStatistics({inside}(...)), ...)"
         )
         needs = {"statistics": cure} if "statistics" in freeze else {}
-        if isinstance(freeze_round, Mapping) and (freeze_round["window"] < 2 or freeze_round["window"] % 1):
-            raise SettingsError(f"freeze_round has window {freeze_round['window']}; expected a whole number >= 2")
         if refresh is not None:
             needs["pooled"] = "with refresh {outer} would pool their statistics instead; leave refresh out"
         super().__init__(strategy, needs)
@@ -120,66 +128,76 @@ class FixBN(Wrapper):
         self.freeze = frozenset(map(Role, [freeze] if isinstance(freeze, str) else freeze))
         self.refresh, self.lr_factor = refresh, lr_factor
         self.memory.switch_round = switch_of(freeze_round)
-        self._check_others()
-        if refresh is not None:
-            self._check_refresh()
-            self.traits |= Traits(pooled=True)
-
-    def _check_others(self) -> None:
-        """Raise SettingsError if two rules freeze the same statistics."""
+        self.traits |= Traits(pooled=refresh is not None)
         both = [rule for rule in self.chain if isinstance(rule, FixBN) and Role.STATISTICS in rule.freeze]
         if len(both) > 1:
-            names = " and ".join(
-                f"{rule}({rule.argument}={rule.freeze_round}, refresh={rule.refresh})" for rule in both
-            )
-            raise SettingsError(f"{names} freeze the same statistics; leave one of the two out")
-
-    def _check_refresh(self) -> None:
-        """Raise SettingsError if the statistics do not pass through the server, or are not frozen."""
-        reasons = {
-            "freeze has only 'affine'; add 'statistics'": Role.STATISTICS not in self.freeze,
-            f"with {self.chain[1]} statistics stay on the clients; leave one out": Role.STATISTICS in self.traits.local,
-            f"{self.base} exchanges those of a round's first step; leave one out": self.traits.min_batch,
+            names = (f"{rule}({rule.argument}={rule.freeze_round}, refresh={rule.refresh})" for rule in both)
+            raise SettingsError(f"{' and '.join(names)} freeze the same statistics; leave one of the two out")
+        stays = {
+            f"with {self.chain[1]} statistics stay on the clients; leave one out": Role.STATISTICS in self.traits.local
         }
-        for reason in [reason for reason, holds in reasons.items() if holds]:
-            raise SettingsError(
-                f"refresh is {self.refresh}, which moves frozen statistics towards those of the clients' batches, but "
-                f"{reason}"
-            )
+        if isinstance(freeze_round, Mapping):
+            whole = freeze_round["window"] >= 2 and not freeze_round["window"] % 1
+            words = f"freeze_round is {dict(freeze_round)}, which waits until the clients' statistics have settled"
+            refuse(words, {"its window isn't a whole number >= 2": not whole, **stays})
+            if "below" in freeze_round:
+                self.breaks = {"mean": "measures each client's own statistics (with mean_below their mean)"}
+        if refresh is not None:
+            words = f"refresh is {refresh}, which moves frozen statistics towards those of the clients' batches"
+            affine = {"freeze has only 'affine'; add 'statistics'": Role.STATISTICS not in self.freeze}
+            exchanges = f"{self.base} exchanges those of a round's first step; leave one out"
+            refuse(words, {**affine, **stays, exchanges: self.traits.min_batch > 0})
+
+    # --- T* ---
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
         given, name = self.freeze_round, self.argument
-        self.memory.switch_round = switch = switch_of(given, num_rounds)
-        if isinstance(given, Mapping):
-            self._check_window(given, num_rounds, arrays)
-        if not num_rounds or switch is None:
-            return
-        if (last := switch - 1) > num_rounds:
+        self.memory.switch_round = switch_of(given, num_rounds)
+        last = given["window"] if isinstance(given, Mapping) else (self.memory.switch_round or math.inf) - 1
+        if num_rounds and last > num_rounds:
             raise SettingsError(
-                f"{name} is {given}, but there are {num_rounds} rounds; expected 0 to {num_rounds}, or a fraction such "
-                "as 0.5"
+                f"{name} is {given}, but there are {num_rounds} rounds; expected at most {num_rounds}, or a fraction "
+                "such as 0.5"
             )
         if given and not last:
             words = "is round 0: the statistics are frozen at their initial values; train more rounds"
             log_once(f"{name}={given} of {num_rounds} rounds {words}")
-        if self.refresh and not last and is_initial(unpack(arrays)):
+        initial = of_roles(unpack(arrays), {Role.STATISTICS})
+        if self.refresh and not last and all((value == is_variance(key)).all() for key, value in initial.items()):
             log_once("the statistics are 0 and 1 in round 1: nothing is normalised before they are refreshed")
-        if last < num_rounds:
+        if last < (num_rounds or math.inf):
             require_norm(self, self.freeze, arrays, "freezes batch norm", instead="the base strategy alone")
 
-    def _check_window(self, given: Mapping[_Key, float], num_rounds: int, arrays: ArrayRecord) -> None:
-        """Raise SettingsError if there are no changes of statistics to measure."""
-        if 0 < num_rounds < given["window"]:
-            raise SettingsError(f"freeze_round has window {given['window']}, but there are {num_rounds} rounds")
-        require_norm(
-            self, self.freeze | {Role.STATISTICS}, arrays, "freezes batch norm", instead="the base strategy alone"
-        )
-        if Role.STATISTICS in self.traits.never_sent:
+    def _is_free(self, round: Round) -> bool:
+        """Whether the round is one of the first T*."""
+        name, switch = self.argument, self.memory.switch_round
+        if switch is None and not isinstance(self.freeze_round, Mapping):
             raise SettingsError(
-                f"freeze_round is {dict(given)}, but with {self.chain[1]} clients send no running statistics whose "
-                "changes could be measured; give freeze_round as a round (an int) or a fraction (a float)"
+                f"{name}={self.freeze_round!r} is a share of the rounds, and their number is unknown: another strategy "
+                f"wraps this one, or start() wasn't called. Give {name} as a round (an int), or wrap the other "
+                "strategy instead: FixBN(OtherStrategy(...))"
             )
+        return switch is None or round.number < switch
+
+    @mean_is_enough
+    def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
+        """Freeze from the next round on if the statistics have settled."""
+        if not isinstance(given := self.freeze_round, Mapping) or not self._is_free(round):
+            return
+        sent, roster, changes = self._shared(round, {Role.STATISTICS}), self.base.roster, self.memory.changes
+        own = {roster.client(reply.message.metadata.src_node_id): reply.arrays for reply in replies}
+        if "mean_below" in given:
+            own = {-1: weighted_mean([{key: arrays[key] for key in sent} for arrays in own.values()], weights)}
+        window, below = int(given["window"]), next(tau for key, tau in given.items() if key != "window")
+        for client, arrays in own.items():
+            moved = distances(statistics_in(sent), statistics_in(arrays)).values()
+            change = math.sqrt(sum(mean**2 + variance**2 for mean, variance, _ in moved) / len(moved))
+            changes[client] = [*changes.get(client, []), change][-window:]
+        if all(len(changes[client]) == window and np.var(changes[client]) < below for client in own):
+            self.memory.switch_round = round.number + 1
+
+    # --- the frozen arrays ---
 
     def config(self, round: Round) -> Config:
         if self._is_free(round):
@@ -203,65 +221,45 @@ class FixBN(Wrapper):
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
         model = super().combine(round, replies, weights)
         if self.refresh:
-            model = {**model, **self._refreshed(round, replies, weights)}
-        if isinstance(self.freeze_round, Mapping) and self._is_free(round):
-            self._watch(self.freeze_round, round, model)
+            model = {**model, **self._refreshed(round, replies, weights, 1.0 if self._is_free(round) else self.refresh)}
         # The mean of equal numbers may have a rounding error, but frozen arrays must not change at all.
         return {**model, **{key: sent for key, sent in self._frozen(round).items() if key in model}}
 
-    def _watch(self, given: Mapping[_Key, float], round: Round, model: Arrays) -> None:
-        """Freeze after this round if the statistics have settled."""
-        before = unpack(round.arrays)
-        moved = distances(statistics_in(before), statistics_in({**before, **model})).values()
-        change = math.sqrt(sum(mean**2 + variance**2 for mean, variance, _ in moved) / len(moved))
-        changes = self.memory.changes = [*self.memory.changes, change][-int(given["window"]) :]
-        if len(changes) == given["window"] and np.var(changes) < given["below"]:
-            self.memory.switch_round = round.number + 1
-
-    def notes(self) -> Json:
+    def notes(self) -> Tree:
         switch = self.memory.switch_round
         refreshed = {"refresh": self.refresh} if self.refresh else {}
         return {**super().notes(), "freeze_round": switch and switch - 1, "frozen": sorted(self.freeze), **refreshed}
 
-    def _is_free(self, round: Round) -> bool:
-        """Whether the round is one of the first T*."""
-        name, switch = self.argument, self.memory.switch_round
-        if isinstance(self.freeze_round, Mapping):
-            return switch is None or round.number < switch
-        if switch is None:
-            raise SettingsError(
-                f"{name}={self.freeze_round!r} is a share of the rounds, and their number is unknown: another strategy "
-                f"wraps this one, or start() wasn't called. Give {name} as a round (an int), or wrap the other "
-                "strategy instead: FixBN(OtherStrategy(...))"
-            )
-        return round.number < switch
+    def _shared(self, round: Round, wanted: Collection[Role]) -> Arrays:
+        """The arrays of these roles, without a client's own arrays (FedBN)."""
+        return of_roles(split(unpack(round.arrays), self.traits.local_keys(round.arrays))[1], wanted)
 
     def _frozen(self, round: Round) -> Arrays:
-        """The arrays that are frozen in the round, without a client's own arrays (FedBN)."""
-        if self._is_free(round):
-            return {}
-        shared = split(unpack(round.arrays), self.traits.local_keys(round.arrays))[1]
-        frozen = self.freeze - ({Role.STATISTICS} if self.refresh else set())
-        return of_roles(shared, frozen)
+        """The arrays that the round does not change."""
+        still = self.freeze - ({Role.STATISTICS} if self.refresh else set())
+        return {} if self._is_free(round) else self._shared(round, still)
 
-    def _refreshed(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
+    def _refreshed(
+        self, round: Round, replies: Sequence[Reply], weights: Sequence[float], rate: float
+    ) -> Mapping[str, Array]:
         """The new statistics. In a frozen round mu_k and v_k are the moments of client k's batches.
 
         mu <- rate sum_k p_k mu_k + (1 - rate) mu,  v <- rate sum_k p_k (v_k + (mu_k - mu)^2) + (1 - rate) v
         """
-        rate = 1.0 if self._is_free(round) else self.refresh or 0.0
-        shared = split(unpack(round.arrays), self.traits.local_keys(round.arrays))[1]
-        sent = of_roles(shared, {Role.STATISTICS})
-        cohort = [{key: reply.arrays[key].astype(np.float64) for key in sent} for reply in replies]
-        pooled = pooled_mean(cohort, weights)
-        new: dict[str, Array] = {}
-        for key in sorted(sent, key=is_variance):  # the new means first
-            center = about(pooled, key, new) if is_variance(key) else pooled[key]
-            new[key] = rate * center + (1 - rate) * sent[key].astype(np.float64)
+        sent = self._shared(round, {Role.STATISTICS})
+        old = {key: value.astype(np.float64) for key, value in sent.items()}
+        pooled = pooled_mean(
+            [{key: reply.arrays[key].astype(np.float64) for key in sent} for reply in replies], weights
+        )
+        means = {key: rate * pooled[key] + (1 - rate) * old[key] for key in sent if not is_variance(key)}
+        new = means | {
+            key: rate * (pooled[key] + shift) + (1 - rate) * old[key]
+            for key, shift in squared_distance(pooled, means).items()
+        }
         return {key: cast(value, sent[key].dtype) for key, value in new.items()}
 
 
-def switch_of(given: int | float | Mapping[_Key, float], num_rounds: int = 0) -> int | None:
+def switch_of(given: int | float | Window, num_rounds: int = 0) -> int | None:
     """The round after T*, or None if that depends on a number of rounds that is not known, or on the statistics."""
     if isinstance(given, Mapping):
         return None
@@ -270,16 +268,10 @@ def switch_of(given: int | float | Mapping[_Key, float], num_rounds: int = 0) ->
     return int(given * num_rounds + 1e-9) + 1 if num_rounds else None  # 0.29 * 100 is 28.999999999999996
 
 
-def about(statistics: Arrays, key: str, center: Arrays) -> Array:
-    """The second moment about other means, from a variance and the means that belong to it."""
-    second: Array = statistics[key] + np.square(statistics[mean_of(key)] - center[mean_of(key)])
-    return second
-
-
-def is_initial(arrays: Arrays) -> bool:
-    """Whether all statistics are those of a new batch norm."""
-    statistics = of_roles(arrays, {Role.STATISTICS})
-    return bool(statistics) and all((value == is_variance(key)).all() for key, value in statistics.items())
+def refuse(what: str, reasons: Mapping[str, bool]) -> None:
+    """Raise SettingsError for the first reason that holds."""
+    for reason in [reason for reason, holds in reasons.items() if holds]:
+        raise SettingsError(f"{what}, but {reason}")
 
 
 def same_values(value: Array, sent: Array) -> bool:

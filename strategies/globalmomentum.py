@@ -26,7 +26,7 @@ from fedbn_flwr.models.tensors import copied
 from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
 from fedbn_flwr.server.wrapper import Wrapper
 
-MOMENTUM = "fedbn.momentum"
+MOMENTUM = "fedbn.globalmomentum"
 MOMENTUM_RECORD = "momentum"
 SLOT = "momentum_buffer/"  # prefix of a parameter's momentum in the state of torch.optim.SGD
 
@@ -35,6 +35,11 @@ class GlobalMomentum(Wrapper):
     """Clients send their momentum with the model, and begin each round with the mean momentum.
 
     The mean uses the weights of the wrapped strategy, which must be one of this project.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        The strategy that averages the models, for instance `FedAvg()`.
     """
 
     @dataclass

@@ -41,12 +41,12 @@ from fedbn_flwr.norms.roles import ALPHA, MEAN, VARIANCE, Role, is_variance, key
 from fedbn_flwr.norms.statistics import MomentRecorder
 from fedbn_flwr.norms.variants import HybridBatchNorm
 from fedbn_flwr.server.traits import Round, Traits
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
 from .fedavg import FedAvg
 from .heterobn import with_measured_statistics
 
-HYBRID = "fedbn.hybrid"
+HYBRID = "fedbn.hbn"
 
 
 class HBN(FedAvg):
@@ -117,7 +117,7 @@ class HBN(FedAvg):
     def global_model(self, round: Round) -> ArrayRecord:
         return with_measured_statistics(self, round, pooled_mean) if self.statistics == "query" else round.arrays
 
-    def notes(self) -> Json:
+    def notes(self) -> Tree:
         return {**super().notes(), "refresh": self.refresh, "measure": self.measure}
 
 

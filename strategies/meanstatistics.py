@@ -30,11 +30,11 @@ from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import NORM_STATE, Role, of_roles
 from fedbn_flwr.server.traits import Round, mean_is_enough
 from fedbn_flwr.server.wrapper import Wrapper
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
 
 class MeanStatistics(Wrapper):
-    """Any strategy, with statistics and counters of batch norm averaged, weighted by the number of examples.
+    """Average batch norm's statistics, around a strategy that would treat them as weights, such as FedAdam.
 
     Flower's strategies do not check replies. So this wrapper first leaves out replies whose arrays do not match the
     server's or are not finite.
@@ -77,7 +77,7 @@ class MeanStatistics(Wrapper):
         # Keep the dtypes that were sent: FedAdam returns float64 arrays.
         return {key: cast(model[key], sent[key].dtype) for key in sent if key in model}
 
-    def notes(self) -> Json:
+    def notes(self) -> Tree:
         return {**super().notes(), "norm_statistics": self.statistics}
 
 

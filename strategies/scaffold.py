@@ -13,31 +13,37 @@ Choices that the paper leaves open:
 - x is averaged by number of examples, as in FedAvg; the paper has equal weights and a server step size of 1.
 - Only parameters have control variates. Statistics of batch norm have no gradient and are averaged like the rest of x.
   Parameters that stay on a client have none either, because they are not averaged.
-- The server keeps every c_i, so that it can take one out of c if the client has lost it. Under secure aggregation it
-  has only means: if all replies of a round report a loss, as the mean does there, every c_i begins at zero again.
+- The server also keeps every c_i, on its disk, and takes one out of c if the client has lost it. Under secure
+  aggregation it has only means: if they report that some of the clients have lost theirs, every c_i begins at zero
+  again. So it is if a file is missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Message
 
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, add_
-from fedbn_flwr.errors import LOG, log_once
+from fedbn_flwr.errors import LOG, StorageError, log_once
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.aggregate import Array, Arrays
+from fedbn_flwr.messages.aggregate import Arrays, cast
+from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.reply import Reply, with_config
+from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.models.tensors import copied, tensor_like
 from fedbn_flwr.server.traits import Round, Traits, mean_is_enough
+from fedbn_flwr.storage import Rounds
 
 from .fedavg import FedAvg
 
-CONTROL = "fedbn.control"
-CONTROL_ROUND = "fedbn.control-round"
+CONTROL = "fedbn.scaffold"
+CONTROL_ROUND = "fedbn.scaffold-round"
 CONTROL_RECORD = "control"  # contains c from the server, and c_i+ - c_i from a client
 CONTROL_LOST = "control-lost"  # a metric, 1 if the client has lost the c_i that the server has added
 
@@ -52,8 +58,8 @@ class Scaffold(FedAvg):
 
     @dataclass
     class Memory(FedAvg.Memory):
-        controls: dict[int, Arrays] = field(default_factory=dict)  # c_i, by client; zero without an entry
-        added: dict[int, int] = field(default_factory=dict)  # by client, the round that its c_i is from
+        total: Arrays = field(default_factory=dict)  # N c = sum_i c_i, in float64
+        added: dict[int, int] = field(default_factory=dict)  # by client, the round that its c_i in the sum is from
 
     memory: Memory
 
@@ -64,13 +70,18 @@ class Scaffold(FedAvg):
         connected, number = list(round.grid.get_node_ids()), self.memory.partitions
         known = {number[node] for node in connected if node in number}
         # N: clients may join, be away, or have another node id since a restart.
-        total = max(len(connected), len(known.union(self.memory.added)), 1)
-        return {CONTROL_RECORD: {key: control / total for key, control in total_of(self.memory.controls).items()}}
+        number_of_clients = max(len(connected), len(known.union(self.memory.added)), 1)
+        sent = unpack(round.arrays)
+        return {
+            CONTROL_RECORD: {
+                key: cast(control / number_of_clients, sent[key].dtype) for key, control in self.memory.total.items()
+            }
+        }
 
     def outgoing(self, round: Round, messages: Sequence[Message]) -> Sequence[Message]:
         added = self.memory.added
         if added:  # a client may be back under another node id
-            self.ask_for_partitions(round, self.training.nodes)
+            self.ask_for_partitions(round, self.training.asked)
         return [
             with_config(message, {CONTROL_ROUND: added.get(self.roster.client(message.metadata.dst_node_id), 0)})
             for message in messages
@@ -79,34 +90,43 @@ class Scaffold(FedAvg):
     @mean_is_enough
     def after_round(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> None:
         """c_i <- c_i+, and so line 17: N c <- N c + sum_i (c_i+ - c_i)"""
-        memory, nodes = self.memory, [reply.message.metadata.src_node_id for reply in replies]
-        clients = dict(zip(nodes, map(self.roster.client, nodes), strict=True))
-        lost = [
-            node
-            for node, reply in zip(nodes, replies, strict=True)
-            if reply.metrics.get(CONTROL_LOST) and clients[node] in memory.added
-        ]
-        if len(lost) == len(replies):
-            memory.controls, memory.added = {}, {}
-            words = "round %d: all control variates begin at zero again, since the clients report that one was lost"
-            LOG.warning(words, round.number)
-            return
-        for node in lost:
-            del memory.controls[clients[node]]
-            log_once(f"{self.roster.name(node)} has lost its control variate, which begins at zero again")
-        for node, reply in zip(nodes, replies, strict=True):
-            own = memory.controls.get(clients[node], {})
-            changed = {key: own.get(key, 0) + value for key, value in reply.records[CONTROL_RECORD].items()}
-            memory.controls[clients[node]] = {**own, **changed}
-            memory.added[clients[node]] = round.number
+        memory = self.memory
+        checkpoint: Any = round.config.get(protocol.CHECKPOINT_ROUND, round.number - 1)
+        for reply in replies:
+            node, change = reply.message.metadata.src_node_id, reply.records[CONTROL_RECORD]
+            client = self.roster.client(node)
+            stored = Rounds(self.folder / f"client-{client}")
+            own = self._own(client, stored)
+            if reply.metrics.get(CONTROL_LOST):
+                if own is None:
+                    memory.total, memory.added = {}, {}
+                    words = (
+                        "round %d: all control variates begin at zero again, since a client reports that it lost one"
+                    )
+                    LOG.warning(words, round.number)
+                    return
+                if own:
+                    log_once(f"{self.roster.name(node)} has lost its control variate, which begins at zero again")
+                memory.total, own = added(memory.total, own, sign=-1), {}
+            memory.total, memory.added[client] = added(memory.total, change), round.number
+            if own is not None:
+                new = {key: own.get(key, 0) + value for key, value in change.items()}
+                stored.write(round.number, dump({**own, **new}), checkpoint, durable=False)
+
+    def _own(self, client: int, stored: Rounds) -> Arrays | None:
+        """c_i as it is in the sum; None if this is not known."""
+        if not self.has_single_replies:
+            return None
+        try:
+            number = self.memory.added.get(client)
+            return {} if number is None else parse(stored.read(number), dict)
+        except (StorageError, ValueError):
+            return None
 
 
-def total_of(controls: Mapping[int, Arrays]) -> dict[str, Array]:
-    """sum_i c_i, in the order of clients."""
-    total: dict[str, Array] = {}
-    for client in sorted(controls):
-        total |= {key: total.get(key, 0) + value for key, value in controls[client].items()}
-    return total
+def added(total: Arrays, control: Arrays, sign: int = 1) -> Arrays:
+    """In float64, so that what was added can be taken out."""
+    return {**total, **{key: total.get(key, 0) + sign * value.astype(np.float64) for key, value in control.items()}}
 
 
 class ScaffoldClient(ClientRule):

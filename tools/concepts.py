@@ -24,14 +24,6 @@ from fedbn_flwr.strategies import Round, Rule, Traits, Wrapper, as_rule
 
 ROOT = Path(__file__).parents[1]
 
-# The strategies in the order of the page: what they are for.
-FAMILIES = (
-    ("FedAvg",),  # to compare with
-    ("FixBN", "FedTAN", "FedTANII", "FedAvgGlobalStats", "HBN", "FedWon", "HeteroBN"),  # one model for all
-    ("FedBN", "SiloBN", "FedRep", "Standalone"),  # a model for each client
-    ("FedProx", "FedNova", "Scaffold", "GlobalMomentum", "FedBS"),  # drift and weights
-    ("MeanStatistics", "Secure", "Private"),  # around others
-)
 WORDS = {Role.WEIGHTS: "weights", Role.AFFINE: "gamma, beta", Role.STATISTICS: "statistics", LAST: "the last layer"}
 STEPS = {"linear": "SGD without clipping", "momentum": "SGD with momentum", "sgd": "SGD"}
 STORED = {"own alpha": "alpha, the learnt mix of batch and running statistics"}
@@ -78,10 +70,8 @@ def page_of(name: str) -> str:
 
 def compared() -> Table:
     """Cells that are None are written on the page."""
-    names = [name for family in FAMILIES for name in family]
-    assert sorted(names) == sorted(STRATEGIES)
     rows: list[Row] = []
-    for name in names:
+    for name in STRATEGIES:
         rule = as_rule(build_strategy({"name": name}, client_learning_rate=0.1))
         takes_base = isinstance(rule, Wrapper) and rule.wraps is None
         stays = "as inside" if takes_base else kept(rule.traits)

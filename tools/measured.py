@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from described import describe
@@ -16,17 +15,15 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.trees import flat_settings
 
-ROOT = Path(__file__).parents[1]
-
 # Settings that a published result doesn't depend on, or that papers don't mention.
 FREE = ("name", "label", "cell", "size", "seed", "seeds", "track", "published", "engine", "evaluate")
 FREE_KEYS = ("data.root", "data.revision", "data.memory", "train.channels_last", "train.compile")
 
 # Elsewhere None is the default of the time of the run, which a raw file may have as a value.
-NONE_COUNTS = ("data.examples", "data.test_examples", "train.steps", "train.epochs", "train.schedule.switch")
-# Options that raw files may have or lack: what holds without them.
-GONE = {"data.partition.assignment": "consecutive", "data.partition.by": "class", "data.partition.rotate": 0}
-WITHOUT_DEFAULTS = ("strategy.", "data.partition.")
+NONE_COUNTS = (
+    "data.examples", "data.test_examples", "data.partition.examples", "train.steps", "train.epochs",
+    "train.schedule.switch",
+)  # fmt: skip
 
 
 def items() -> list[tuple[str, str, Mapping[str, Any]]]:
@@ -60,7 +57,7 @@ def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by key, with the defaults of the strategy's arguments."""
     own = ":" in (name := settings["strategy"]["name"])  # a strategy of a results page
     arguments = {} if own else {f"strategy.{each.name}": each.default for each in describe(name).arguments}
-    values = {**GONE, **arguments, **flat_settings(settings)}
+    values = {**arguments, **flat_settings(settings)}
     found = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     if augment := found.get("data.augment"):
         found["data.augment"] = sorted(augment, key=str)  # a flip and a crop are the same in any order
@@ -76,7 +73,7 @@ def differing(paper: Settings, run: Mapping[str, Any]) -> set[str]:
         if key.partition(".")[0] not in FREE
         and key not in (*FREE_KEYS, "rounds")
         and expected.get(key) != found.get(key)
-        and (key.startswith(WITHOUT_DEFAULTS) or key in NONE_COUNTS or None not in (expected.get(key), found.get(key)))
+        and (key.startswith("strategy.") or key in NONE_COUNTS or None not in (expected.get(key), found.get(key)))
     }
 
 
@@ -102,12 +99,12 @@ def printed(table: Mapping[str, Any], labels: Collection[set[str]], above: Seque
         yield from printed(value, labels, words) if is_divided else [{*words}]
 
 
-def coverage() -> dict[str, tuple[int, int, int]]:
-    """By paper: how many published results were measured as it has them, how many in part, and how many there are.
+def coverage() -> dict[str, Counter[str]]:
+    """By paper: how many costs and accuracies were measured as it has them, how many results in part, and how many not.
 
     A result is what a paper prints for one method in one setting.
     """
-    counts: dict[str, tuple[int, int, int]] = {}
+    counts: dict[str, Counter[str]] = {}
     for paper, title, first in items():
         if (table := specification("published.yaml")[paper].get(title)) is None:
             continue
@@ -121,41 +118,39 @@ def coverage() -> dict[str, tuple[int, int, int]]:
                 if share == 100 and not other and "inferred" not in item:
                     full.setdefault(run.label, set()).add(run.seed)
             is_full = any(len(seeds) >= min(FEWEST_SEEDS, len(rows[name])) for name, seeds in full.items())
-            every = counts.get(paper, (0, 0, 0))
-            counts[paper] = every[0] + is_full, every[1] + (bool(of_result) and not is_full), every[2] + 1
+            in_full = "costs" if first.get("costs") else "accuracies"
+            counts.setdefault(paper, Counter())[in_full if is_full else "in part" if of_result else "not measured"] += 1
     return counts
 
 
-def of_four(found: Mapping[str, tuple[int, int, int]]) -> tuple[int, int, int]:
-    """The same of the four papers together."""
-    papers = [each for paper, each in found.items() if paper != "FLamby"]
-    full, part, every = map(sum, zip(*papers, strict=True))
-    return full, part, every
+def of_papers(found: Mapping[str, Counter[str]]) -> Counter[str]:
+    """The same of the papers together."""
+    return sum((each for paper, each in found.items() if paper != "FLamby"), Counter[str]())
 
 
 def coverage_counted() -> str:
-    full, part, every = of_four(coverage())
+    found = of_papers(coverage())
     return (
-        f"{every} results in the four papers' tables, we have [measured](docs/results/papers.md) {full} in full, with "
-        f"the paper's rounds and settings, and {part} in part; {every - full - part} are still open"
+        f"{found.total()} results in three papers' tables, we have [measured](docs/results/papers.md) "
+        f"{found['costs'] + found['accuracies']} in full, with the paper's rounds and settings ({found['costs']} costs "
+        f"and {found['accuracies']} accuracies on a JPEG copy of CIFAR-10), and {found['in part']} in part; "
+        f"{found['not measured']} are still open"
     )
 
 
 def covered() -> Table:
     found = coverage()
-    found |= {"the four papers": of_four(found)}
+    found |= {"together": of_papers(found)}
     rows: list[Row] = [
-        (paper, str(every), str(full), str(part), str(every - full - part))
-        for paper, (full, part, every) in sorted(found.items(), key=lambda each: each[0] == "FLamby")
+        (paper, str(each.total()), *(str(each[kind]) for kind in ("costs", "accuracies", "in part", "not measured")))
+        for paper, each in sorted(found.items(), key=lambda each: each[0] == "FLamby")
     ]
-    return ("paper", "published results", "measured in full", "in part", "not measured"), rows
+    columns = "published results", "costs measured in full", "accuracies measured in full", "in part", "not measured"
+    return ("paper", *columns), rows
 
 
 def status(item: Mapping[str, Any]) -> tuple[str, str]:
     """What was measured of an item, and with how many seeds of the experiment's."""
-    if "test" in item:
-        assert (ROOT / item["test"]).is_file(), item["test"]
-        return f"counted by `{item['test']}`", ""
     rows = rows_of(item["experiment"], item.get("changes", ()))
     if not (found := [*outcomes(item, rows)]):
         return item.get("instead", "not measured") + (f"; needs {item['needs']}" if "needs" in item else ""), ""

@@ -5,148 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import numpy as np
 from results import RESULTS, Row, Table, runs_of
-
-# --- benchmarks.speed --------------------------------------------------------------
-
-
-class Figure(NamedTuple):
-    """Of benchmarks.speed; `values` has the repetitions, which older files lack."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    unit: str
-    goal: str
-    met: bool | None
-    values: Sequence[float] = ()
-
-    @property
-    def spread(self) -> str:
-        return f"{short(self.value)} ({short(self.low)} to {short(self.high)})"
-
-    @property
-    def measured(self) -> str:
-        return self.spread if self.unit == "x" else f"{self.spread} {self.unit}"
-
-    @property
-    def aim(self) -> str:
-        goal = self.goal if not self.goal or self.unit == "x" else f"{self.goal} {self.unit}"
-        return f"{goal} (missed)" if self.met is False else goal
-
-
-@functools.cache
-def figures(name: str) -> Mapping[str, Sequence[Figure]]:
-    """The figures of a file by name, each in the order of the commands that measured it."""
-    found: dict[str, list[Figure]] = {}
-    for document in json.loads((RESULTS / "performance" / f"{name}.json").read_text(encoding="utf-8")):
-        for each in itertools.chain(*document["figures"].values()):
-            found.setdefault(each["name"], []).append(Figure(**each))
-    return found
+from scipy.stats import rankdata
 
 
 def lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
-
-
-def short(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".") if value >= 1 else f"{value:.2g}"
-
-
-OVERHEAD = {
-    "speed": "^(?!mean)",
-    "aggregation": "mean",
-    "performance": "10,000 registered",
-    "start": "fedbn|importing",
-}  # of each file these
-
-
-def row(name: str, figure: Figure) -> Row:
-    return (name, figure.measured, figure.aim)
-
-
-def speed() -> Table:
-    rows = [
-        row(name, each[0])
-        for file, wanted in OVERHEAD.items()
-        for name, each in figures(file).items()
-        if re.search(wanted, name)
-    ]
-    return ("measurement", "median (minimum to maximum)", "goal"), rows
-
-
-SHARED = {  # a row of the table, and how the output names it before and after the division of the clients
-    "train a ResNet-20, 2 workers": ("training", ""),
-    "the same with FedBN and a momentum that is kept": ("training", ", FedBN with momentum"),
-    "evaluate, 2 workers": ("evaluation by clients", ""),
-    **{
-        f"sleep, {workers} workers{', on two cores' if workers == 16 else ''}": ("sleeping", f", {workers} workers")
-        for workers in (2, 16)
-    },
-}
-DIVIDED = {"equal sizes": "equal clients", "Dirichlet 0.1": "Dirichlet 0.1", "unbalanced shards": "unbalanced shards"}
-
-
-def sharing() -> Table:
-    found, rows = figures("sharing"), list[Row]()
-    for words, (work, more) in SHARED.items():
-        each = [found[f"round / lower bound, {work}, {division}{more}"][0] for division in DIVIDED.values()]
-        aim = f"{each[0].goal} (missed)" if False in [figure.met for figure in each] else each[0].goal
-        rows.append((words, *(f"{figure.value:.2f}" for figure in each), aim))
-    return ("clients", *DIVIDED, "goal"), rows
-
-
-def memory() -> Table:
-    rows = [row(name, each[0]) for name, each in figures("memory").items()]
-    return ("measurement", "peak", "goal"), rows
-
-
-TORCH = ("2.12.1", "2.15.0", "2.15.0, again")
-
-
-def compiled() -> Table:
-    rows: list[Row] = []
-    for size, arithmetic in itertools.product((20, 128), ("float32", "bfloat16 and channels-last")):
-        title = f"steps per second / bare loop, batch {size}, {arithmetic}"
-        each = [*figures("compiled")[title], *figures("compiled-group-norm")[title]]
-        missed = [version for version, figure in zip(TORCH, each, strict=True) if figure.met is False]
-        which = "" if len(missed) == len(each) else f" with {', '.join(missed)}"
-        aim = f"{each[0].goal} (missed{which})" if missed else each[0].goal
-        rows.append((str(size), arithmetic, *(figure.spread for figure in each), aim))
-    return ("batch size", "arithmetic", *(f"torch {version}" for version in TORCH), "goal"), rows
-
-
-def layouts() -> Table:
-    found: dict[str, dict[str, str]] = {}
-    for title, (each,) in figures("channels_last").items():
-        *case, norm, chosen = title.split(", ")
-        found.setdefault(", ".join(case), {})[norm] = f"{each.value:.2f}" + (" (off)" if chosen != "auto" else "")
-    norms = [*dict.fromkeys(norm for ratios in found.values() for norm in ratios)]
-    return ("network", *norms), [(case, *(ratios.get(norm, "-") for norm in norms)) for case, ratios in found.items()]
-
-
-def gpu() -> Table:
-    """Ratios, rounds and steps, of the first command that measured each."""
-    found = {name: each[0] for name, each in figures("gpu").items()}
-    rows: list[Row] = [(name, f"{each.spread} times") for name, each in found.items() if each.unit == "x"]
-    for name in (
-        "plain",
-        "recorded, one run",
-        *(f"recorded, {count} runs at once" for count in ("two", "three", "four")),
-    ):
-        rows.append((f"round of fixbn/table4, batch norm, {name}", f"{found[f'rounds, {name}'].value:.2f} s"))
-    for title, name in (
-        ("step of ResNet-20, batch 20, plain", "step, plain"),
-        ("the same, recorded", "step, recorded"),
-    ):
-        rows.append((title, f"{found[name].value:g} ms"))
-    return ("measurement", "median (minimum to maximum)"), rows
 
 
 def rivals() -> Table:
@@ -169,19 +38,6 @@ def latency() -> Table:
         slope = (found[number, "FedTAN streams", 100] - found[number, "FedTAN streams", 0]) / 0.2  # 100 ms each way
         rows.append((str(number), *(f"{found[number, *each]:.2f} s" for each in columns.values()), f"{slope:.0f}"))
     return ("clients", *columns, "round trips"), rows
-
-
-def nodes() -> Table:
-    names = {"FedAvg": "FedAvg, ResNet-20", "FixBN": "FixBN, ResNet-20 (frozen after round 1)"}
-    names |= {"FedTAN streams": "FedTAN on streams, ResNet-20", "FedTAN streams, cnn": "FedTAN on streams, `cnn`"}
-    names |= {"FedTAN messages, cnn": "FedTAN over messages, `cnn`"}
-    found = {each["run"]: each for each in lines("network/nodes.jsonl") if each["nodes"] == 2}
-    rows: list[Row] = []
-    for run, name in names.items():
-        trips = found[run]["communication_rounds"]
-        messages = trips if "messages" in run else 1
-        rows.append((name, str(trips), str(messages), ", ".join(f"{each:.0f}" for each in found[run]["seconds"])))
-    return ("run", "communication rounds", "messages per client", "seconds of each round"), rows
 
 
 def apart() -> Table:
@@ -400,17 +256,102 @@ def reconstructed() -> Table:
     return by_batch(("from",), "reconstruct", rows)
 
 
+# --- what diagnoses predict: the cells of benchmarks/diagnose.py ----------------------
+
+_LOST = 2.0  # points, for a threshold
+_FEWEST = 5  # cells for a correlation
+
+
+@functools.cache
+def cells() -> list[dict[str, Any]]:
+    """The cells, with the set, the network, the error less its random part, and the points that batch norm loses."""
+    found: list[dict[str, Any]] = json.loads((RESULTS / "diagnose" / "cells.json").read_text(encoding="utf-8"))
+    for each in found:
+        data, clients, network, steps, seed = each["cell"].split(", ")
+        each |= {"data": data, "clients": clients, "network": network, "steps": steps.split()[0], "seed": seed}
+        each["excess"], each["later"] = (each["error"][place] - each["dealt"][place] for place in "01")
+        each["to group norm"], each["to central"] = (100 * (each[other] - each["bn"]) for other in ("gn", "central"))
+    return sorted(found, key=lambda each: (each["network"], each["data"], float(each["excess"])))
+
+
+def by_network() -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in cells():
+        found.setdefault(each["network"], []).append(each)
+    return found
+
+
+def diagnosed() -> Table:
+    names = ("network", "data", "clients", "steps", "seed")
+    rows: list[Row] = []
+    for each in cells():
+        errors = (each["error"]["0"], each["dealt"]["0"], each["labels"], each["inputs"])
+        lost = (f"{each[kind]:+.1f}" for kind in ("to group norm", "to central"))
+        rows.append((*(each[name] for name in names), *(f"{value:.2f}" for value in errors), *lost))
+    measures = ("error", "dealt", "labels apart", "inputs apart")
+    return (*names, *measures, "lost to group norm", "lost to central"), rows
+
+
+def predicted() -> Table:
+    """Rank correlations of what is known before training with the points that batch norm loses, and 95 % intervals."""
+    groups = {"all": cells()}
+    for each in cells():
+        groups.setdefault(f"{each['network']}, {each['data']}", []).append(each)
+    measures = {"error, less dealt": "excess", "the same after a round": "later"}
+    measures |= {"labels apart": "labels", "inputs apart": "inputs"}
+    rows: list[Row] = []
+    for group, some in groups.items():
+        for kind in ("to group norm", "to central") if len(some) >= _FEWEST else ():
+            shown = [_interval(key, kind, some) for key in measures.values()]
+            rows.append((group, str(len(some)), f"lost {kind}", *shown))
+    return ("network, data", "cells", "points", *measures), rows
+
+
+def _interval(key: str, kind: str, some: list[dict[str, Any]]) -> str:
+    """Spearman's correlation, with an interval from 2,000 samples of clients, each with all of its cells."""
+    known, lost = (np.array([each[name] for each in some]) for name in (key, kind))
+    _, owner = np.unique([f"{each['network']} {each['data']} {each['clients']}" for each in some], return_inverse=True)
+    random, found = np.random.default_rng(0), []
+    for _ in range(2000):
+        rows = np.concatenate(
+            [np.flatnonzero(owner == one) for one in random.integers(0, max(owner) + 1, max(owner) + 1)]
+        )
+        if len({*known[rows]}) > 1 < len({*lost[rows]}):
+            found.append(_spearman(known[rows], lost[rows]))
+    low, high = np.quantile(found, [0.025, 0.975])
+    return f"{_spearman(known, lost):.2f} ({low:.2f} to {high:.2f})"
+
+
+def _spearman(known: np.ndarray, lost: np.ndarray) -> float:
+    return float(np.corrcoef(rankdata(known), rankdata(lost))[0, 1])
+
+
+def thresholds() -> Table:
+    """For each set, the threshold that separates the cells of all others best, and how it does on this one."""
+    rows: list[Row] = []
+    for left in dict.fromkeys((each["network"], each["data"]) for each in cells()):
+        here = [each for each in cells() if (each["network"], each["data"]) == left]
+        others = [each for each in cells() if each not in here]
+
+        def wrong(limit: float, some: list[dict[str, Any]]) -> tuple[int, int]:
+            lost = [(each["excess"] > limit, each["to group norm"] > _LOST) for each in some]
+            return sum(said and not is_so for said, is_so in lost), sum(is_so and not said for said, is_so in lost)
+
+        tried = sorted(each["excess"] for each in others)
+        limits = [(one + two) / 2 for one, two in itertools.pairwise(tried)]
+        best = min(limits, key=lambda limit: sum(wrong(limit, others)))
+        alarms, misses = wrong(best, here)
+        rows.append((", ".join(left), str(len(here)), f"{best:.2f}", str(alarms), str(misses)))
+    return ("left out", "cells", "threshold of the others", "false alarms", "misses"), rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
-    "results speed": speed,
-    "results sharing": sharing,
-    "results memory": memory,
-    "results compiled": compiled,
-    "results layouts": layouts,
-    "results gpu": gpu,
+    "results diagnosed": diagnosed,
+    "results predicted": predicted,
+    "results thresholds": thresholds,
     "results rivals": rivals,
     "results hostile": hostile,
     "results network latency": latency,
-    "results network nodes": nodes,
     "results network accuracy": time_to_accuracy,
     "results fedwon statistics": apart,
     "results secure": secure,

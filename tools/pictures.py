@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
+from outputs import by_network
 from PIL import Image
 from results import by_seed, runs_of, specification
 
@@ -42,6 +43,11 @@ class Line(NamedTuple):
 
 def lines(spec: Mapping[str, Any]) -> list[Line]:
     """What a picture shows."""
+    if "cells" in spec:
+        return [
+            Line(network, [each["excess"] for each in some], [each[spec["cells"]] for each in some], [])
+            for network, some in by_network().items()
+        ]
     found = []
     for title, row in spec["rows"].items():
         points: dict[float, list[float]] = {}
@@ -83,7 +89,13 @@ def draw(file: Path) -> None:
     spec = specification("results/pictures.yaml")[file.relative_to(DOCS).as_posix()]
     figure = Figure((8, 4.2 if "end" not in spec else 5), layout="constrained")
     panel = figure.subplots()
-    if "end" in spec:
+    if "cells" in spec:
+        for line, colour, marker in zip(lines(spec), COLOURS, MARKERS, strict=False):
+            panel.plot(line.places, line.means, marker, color=colour, label=line.title)
+        panel.axhline(0, color=FAINT, lw=1)
+        panel.set(xlabel="error at the start, less dealt", ylabel=spec["axis"])
+        panel.legend(title="network")
+    elif "end" in spec:
         rows = sorted(lines(spec), key=lambda line: line.means)
         panel.errorbar(
             [line.means[0] for line in rows], [line.title for line in rows],

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 from scipy.special import stdtr, stdtrit
 
-from fedbn_flwr.results.report.tables import FEWEST, Paired, paired
+from fedbn_flwr.results.report.tables import FEWEST, Paired, holm, paired
 from fedbn_flwr.trees import flat_settings
 
 ROOT = Path(__file__).parents[1]
@@ -156,8 +156,6 @@ def cell(kind: Mapping[str, Any], runs: Sequence[Run], label: str = "") -> str:
     done = [run for run in runs if run.finished]
     if not done:
         return f"diverged in round {runs[0].summary['rounds'] + 1}" if runs else "-"
-    if "setting" in kind:
-        return "-" if (found := flat_settings(done[0].settings).get(kind["setting"])) is None else str(found)
     match kind.get("key"):
         case "seeds":
             return str(len(done))
@@ -167,6 +165,8 @@ def cell(kind: Mapping[str, Any], runs: Sequence[Run], label: str = "") -> str:
             return f"{statistics.mean(run.summary['communication_rounds'] for run in done):,.0f}"
         case "MiB":
             return mean([(done[0].summary["bytes_down"] + done[0].summary["bytes_up"]) / 2**20], digits)
+        case "broadcast MiB":
+            return mean([done[0].summary["broadcast_bytes"] / 2**20], digits)
     value: str | Endpoint = in_rounds(kind["rounds"]) if "rounds" in kind else kind.get("key", "")
     if value == "late":
         value = methodcaller("late", "accuracy")
@@ -244,10 +244,8 @@ class Difference(NamedTuple):
     values: list[float]
     test: Paired
     margin: float
-    beside: tuple[
-        str, str
-    ]  # after the last round, and at the best of the evaluations; empty for rounds that a table chose
     published: float | None
+    of_set: str = ""
     p: float = 1.0  # corrected for the table's entry
 
     def cells(self) -> tuple[str, str, str, str]:
@@ -289,14 +287,6 @@ class Difference(NamedTuple):
         return min(1.0, 2 * float(stdtr(freedom, -distance / error)))
 
 
-def holm(each_p: Sequence[float]) -> list[float]:
-    """P values, corrected for their number (Holm 1979): the smallest of m times m, the next times m - 1, and so on."""
-    found, largest = [1.0] * len(each_p), 0.0
-    for rank, (p, place) in enumerate(sorted((p, place) for place, p in enumerate(each_p))):
-        found[place] = largest = min(1.0, max(largest, (len(each_p) - rank) * p))
-    return found
-
-
 def differences(name: str) -> list[Difference]:
     """The rows of a table of differences, the p values of each entry corrected together."""
     found: list[Difference] = []
@@ -320,19 +310,13 @@ def _difference(title: str, entry: Mapping[str, Any], first: str, second: str, *
     def at(*ends: Endpoint) -> list[dict[int, float]]:
         return [by_seed(each, end) for each, end in zip(runs, (ends[0], ends[-1]), strict=True)]
 
-    last, best, late = (at(methodcaller(name, keys)) for name in ("metric", "best", "late"))
-    one, other = at(*map(in_rounds, rounds)) if rounds else late if all(late) else last
-    beside = ("", "") if rounds else (_apart(*last), _apart(*best))
+    late = at(methodcaller("late", keys))
+    one, other = at(*map(in_rounds, rounds)) if rounds else late if all(late) else at(methodcaller("metric", keys))
     margin = min(MARGIN, OF_ERROR * (100 - statistics.mean(other.values()))) if other else MARGIN
     known = [figure(entry.get("published", ()), names, label) for label in (first, second)]
     published = None if None in known else known[0] - known[1]
     values = [one[seed] - other[seed] for seed in one if seed in other]
-    return Difference(title, entry.get("setup", ""), values, paired(one, other), margin, beside, published)
-
-
-def _apart(one: Mapping[int, float], other: Mapping[int, float]) -> str:
-    values = [one[seed] - other[seed] for seed in one if seed in other]
-    return mean(values) if values else "-"
+    return Difference(title, entry.get("setup", ""), values, paired(one, other), margin, published, entry["set"])
 
 
 def compared(name: str) -> Table:
@@ -342,23 +326,19 @@ def compared(name: str) -> Table:
         columns["set-up"] = [each.setup for each in found]
     if any(each.published is not None for each in found):
         columns["paper"] = ["-" if each.published is None else f"{each.published:.1f}" for each in found]
-    tested = ("ours, points", "seeds", "95 % interval", "p (Holm)", "last round", "best")
-    every = [(*each.cells(), *each.beside) for each in found]
-    columns |= {title: [row[place] for row in every] for place, title in enumerate(tested)}
-    for title in ("last round", "best"):  # of rounds that the table chose, or of metrics that the curve lacks
-        if {*columns[title]} <= {"", "-"} or columns[title] == columns["ours, points"]:
-            del columns[title]
+    tested = ("ours, points", "seeds", "95 % interval", "p (Holm)")
+    columns |= dict(zip(tested, map(list, zip(*(each.cells() for each in found), strict=True)), strict=True))
     return (*columns,), [*zip(*columns.values(), strict=True)]
 
 
 # --- claims -------------------------------------------------------------------------
 
 VERDICTS = {
-    "supported": "all comparisons are significant with the claimed sign, or shown to be equal where the claim says so",
-    "supported on other data": "the same, on other images or another network than the paper's: not the paper's claim",
-    "contradicted": "a comparison is significant with the other sign, or shown to differ where the claim says *equal*",
-    "equal": "a comparison is shown to be within the margin where the claim has a difference",
-    "open": "otherwise, because of too few seeds, too wide intervals, or other data that refute nothing",
+    "supported": "every comparison is significant with the claimed sign, or equal where the claim says so",
+    "supported on other data": "the same, on other images or another network than the paper's",
+    "contradicted": "a comparison is significant with the other sign, or differs where the claim says *equal*",
+    "equal": "a comparison is within the margin where the claim has a difference",
+    "open": "undecided: too few seeds, too wide an interval, too few rounds, or not the paper's data",
     "not measured": "no comparison of ours",
 }
 
@@ -403,24 +383,55 @@ def verdict(expects: str, found: Sequence[Difference]) -> str:
 def claims() -> Table:
     """Each claim with its source, the published and the measured differences, the seeds and the verdict."""
     rows: list[Row] = []
-    for paper, of_paper in specification("results/claims.yaml").items():
-        for claim in of_paper:
-            setups = claim["setup"] if isinstance(claim.get("setup"), list) else [claim.get("setup", "")]
-            chosen = [*itertools.product(claim.get("rows", []), setups)]
-            every = {(each.title, each.setup): each for each in differences(claim["table"])} if chosen else {}
-            found = [every[comparison] for comparison in chosen]
-            known = dict.fromkeys((each.title, f"{each.published:.1f}") for each in found if each.published is not None)
-            done = "supported" if "counted" in claim else verdict(claim.get("expects", "above"), found)
-            if "instead" in claim and not done.startswith("open"):  # other data or another network can't decide
-                done = "supported on other data" if done == "supported" else f"open: {done}, but on other data"
-            ours, seeds = claim.get("counted", ""), ""
-            if found:
-                bracket = "; ".join(filter(None, (claim.get("instead"), *setups)))
-                ours = f"[{', '.join(each.cells()[0] for each in found)}]({claim['page']}) ({bracket})"
-                seeds = span(each.test.pairs for each in found)
-            published = str(claim.get("published", ", ".join(text for _, text in known)))
-            rows.append((claim["claim"], f"{paper}, {claim['source']}", published, ours, seeds, done))
+    every = [
+        (paper, claim, _compared(claim))
+        for paper, found in specification("results/claims.yaml").items()
+        for claim in found
+    ]
+    tested = [
+        (str(claim["claim"]), max(each.p_differs for each in found if each.setup == claim.get("primary", each.setup)))
+        for _, claim, found in every
+        if claim.get("expects", "above") in ("above", "below")
+        and min((each.test.pairs for each in found), default=0) >= FEWEST
+    ]
+    corrected = dict(zip([name for name, _ in tested], holm([p for _, p in tested]), strict=True))
+    for paper, claim, found in every:
+        known = dict.fromkeys((each.title, f"{each.published:.1f}") for each in found if each.published is not None)
+        done = claim.get("verdict") or verdict(claim.get("expects", "above"), found)
+        if done == "supported" and corrected.get(claim["claim"], 0) >= 0.05:
+            done = "open: p is too large for so many claims"
+        if "instead" in claim and not done.startswith("open"):  # other data or another network can't decide
+            done = "supported on other data" if done == "supported" else f"open: {done}, but on other data"
+        bracket = "; ".join(filter(None, (claim.get("instead"), *_setups(claim))))
+        measured = f"[{', '.join(each.cells()[0] for each in found)}]({claim.get('page')}) ({bracket})"
+        ours = measured if found else claim.get("counted", "")
+        seeds = span(each.test.pairs for each in found) if found else ""
+        published = str(claim.get("published", ", ".join(text for _, text in known)))
+        rows.append((claim["claim"], f"{paper}, {claim['source']}", published, ours, seeds, done))
     return ("claim", "source", "published", "measured", "seeds", "verdict"), rows
+
+
+def _setups(claim: Mapping[str, Any]) -> list[str]:
+    return setups if isinstance(setups := claim.get("setup", ""), list) else [setups]
+
+
+def _compared(claim: Mapping[str, Any]) -> list[Difference]:
+    """The comparisons that measure a claim."""
+    every = {(each.title, each.setup): each for each in differences(claim["table"])} if "table" in claim else {}
+    return [every[comparison] for comparison in itertools.product(claim.get("rows", []), _setups(claim))]
+
+
+def advice() -> Table:
+    """What the table of docs/which-strategy.md rests on, each comparison with its set and interval."""
+    rows: list[Row] = []
+    for title, row in specification("results/tables.yaml")["advice"].items():
+        shown = [
+            f"[{each.title}]({each.of_set}/report.json), {each.setup}: {each.cells()[0]} ({each.cells()[2]})"
+            for comparison in row["comparisons"]
+            for each in _compared(comparison)
+        ]
+        rows.append((title, "; ".join(shown) or "not measured", row["overturned by"]))
+    return ("advice", "differences in points, with 95 % intervals", "what would overturn it"), rows
 
 
 def verdicts() -> Table:
@@ -431,10 +442,8 @@ def verdicts() -> Table:
 
 
 def claims_counted() -> str:
-    every = claims()[1]
-    supported = [str(row[1]) for row in every if row[-1] == "supported"]
-    of_fedtan = sum(source.startswith("FedTAN,") for source in supported)
-    return f"{len(every)} claims, {len(supported)} are supported here; {of_fedtan} of these are FedTAN's"
+    found = [row[-1] for row in claims()[1]]
+    return f"{len(found)} claims, {found.count('supported')} are supported here"
 
 
 # --- tables that are like no other ------------------------------------------------------
@@ -465,8 +474,6 @@ def setup(settings: Mapping[str, Any]) -> dict[str, str]:
     size = [f"{data['size']} pixels"] if data["size"] else []
     kind = [] if data["partition"]["kind"] in own else [data["partition"]["kind"]]
     work = "epochs" if train.get("epochs") else "steps"
-    schedule = train.get("schedule") or {}
-    falls = [f"{100 * each:.0f} %" for each in schedule["milestones"]] if schedule.get("kind") == "step" else []
     return {
         "data": ", ".join([data["name"], *size, *kind, *(f"{number} {key}" for key, number in own.items())]),
         "network": settings["model"]["name"],
@@ -474,7 +481,7 @@ def setup(settings: Mapping[str, Any]) -> dict[str, str]:
         "rounds": f"{settings['rounds']:,}",
         "local work": f"{train[work]} {work if train[work] > 1 else work[:-1]}",
         "batch": str(train["batch_size"]),
-        "rate": f"{train['lr']:g}" + (f", falls after {' and '.join(falls)}" if falls else ""),
+        "rate": f"{train['lr']:g}",
     }
 
 
@@ -486,19 +493,18 @@ def common(values: Iterable[str]) -> str:
     return " / ".join([first, *(each.removeprefix(start) for each in others)])
 
 
-def sets(page: str, chosen: Collection[str] = ()) -> Table:
-    """The sets of a page or some of them: what most of their runs have, their seeds, and their files."""
-    rows, columns = list[Row](), dict[str, str]()
-    for folder in sorted(file.parent for file in (RESULTS / page).glob("*/report.json")):
-        if chosen and folder.name not in chosen:
-            continue
-        runs = read(folder.relative_to(RESULTS).as_posix())
-        kept = [file for file in sorted(folder.iterdir()) if file.suffix in (".json", ".yaml", ".py", ".txt")]
-        links = ", ".join(f"[{file.stem}]({file.relative_to(RESULTS)})" for file in kept)
+def sets(page: str) -> Table:
+    """The sets of a page with their files: what most of their runs have, where sets differ, and their seeds."""
+    found = dict[str, dict[str, str]]()
+    for file in sorted((RESULTS / page).glob("*/report.json")):
+        name = file.relative_to(RESULTS)
+        runs = read(name.parent.as_posix())
         setups = [setup(run.settings) for run in runs]
-        columns = {key: common(each[key] for each in setups) for key in setups[0]}
-        rows.append((folder.name, *columns.values(), str(len({run.seed for run in runs})), links))
-    return ("set", *columns, "seeds", "files"), rows
+        own = {key: common(each[key] for each in setups) for key in setups[0]}
+        found[f"[{file.parent.name}]({name.as_posix()})"] = own | {"seeds": str(len({run.seed for run in runs}))}
+    (*rows,) = found.values()
+    columns = [key for key in rows[0] if len(rows) == 1 or len({row[key] for row in rows}) > 1]
+    return ("set", *columns), [(name, *(row[key] for key in columns)) for name, row in found.items()]
 
 
 TABLES: dict[str, Callable[[], Table]] = {
@@ -510,9 +516,9 @@ TABLES: dict[str, Callable[[], Table]] = {
         f"sets {page}": functools.partial(sets, page)
         for page in {file.parents[1].name for file in RESULTS.glob("*/*/report.json")}
     },
-    "sets later": functools.partial(sets, "mnist", ("pooled", "fbn-hbn", "personal", "constant")),
     "evidence": evidence,
     "claims": claims,
+    "advice": advice,
     "verdicts": verdicts,
     "results costs": costs,
 }

@@ -29,15 +29,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from results import Row, Table
 
-from fedbn_flwr.cli import parser
 from fedbn_flwr.client.rule import ClientRule, known_keys
+from fedbn_flwr.commands.cli import parser
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.partitions import KINDS
+from fedbn_flwr.data.kinds import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.file.content import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
-from fedbn_flwr.models.build import MODELS
-from fedbn_flwr.norms.convert import NORMS
+from fedbn_flwr.models import MODELS, describe_models
+from fedbn_flwr.norms import NORMS
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.strategies import Rule
 
@@ -166,16 +166,12 @@ _TRAVELLING = (Role.WEIGHTS, Role.AFFINE, Role.STATISTICS)
 
 
 def models() -> Table:
-    rows: list[Row] = [(f"`{name}`", _first_line(model)) for name, model in MODELS.items()]
-    return ("network", "description"), rows
-
-
-def _first_line(thing: Any) -> str:
-    return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")
+    found = describe_models()
+    return ("network", "description"), [(f"`{name}`", found[name].rstrip(".")) for name in MODELS]
 
 
 def norms() -> Table:
-    return ("normaliser", "description"), [(f"`{name}`", kind.text) for name, kind in NORMS.items()]
+    return ("normaliser", "description"), [(f"`{name}`", text) for name, text in NORMS.items()]
 
 
 def datasets() -> Table:
@@ -199,7 +195,7 @@ def datasets() -> Table:
 
 
 def keys() -> Table:
-    rows: list[Row] = [(f"`{name}`", key.value, key.asks) for name, key in sorted(known_keys().items())]
+    rows: list[Row] = [(f"`{name}`", key.value, key.meaning) for name, key in sorted(known_keys().items())]
     return ("key", "value", "meaning"), rows
 
 
@@ -265,6 +261,7 @@ TABLES: dict[str, Callable[[], Table]] = {
             "run",
             "evaluate",
             "survey",
+            "diagnose",
             "status",
             "report",
             "partition",

@@ -56,6 +56,7 @@ def names() -> dict[str, list[str]]:
 
     from fedbn_flwr.client.rule import ClientRule, LocalRound
     from fedbn_flwr.messages.reply import Reply
+    from fedbn_flwr.server.hooks import Hooks
     from fedbn_flwr.strategies import Round, Rule, Traits
 
     def of(kind: type, base: type = object) -> list[str]:
@@ -64,7 +65,7 @@ def names() -> dict[str, list[str]]:
 
     fields = {each.__name__: fields_of(each) for each in (Traits, Round)}
     rest = {each.__name__: of(each) for each in (Reply, ClientRule, LocalRound)}
-    return {"Rule": of(Rule, Strategy), "Memory": fields_of(Rule.Memory), **fields, **rest}
+    return {"Rule": of(Hooks, Strategy) + of(Rule, Hooks), "Memory": fields_of(Rule.Memory), **fields, **rest}
 
 
 def fields_of(kind: Any) -> list[str]:

@@ -39,7 +39,15 @@ def memory(options: Options) -> Iterator[Figure]:
     for _ in range(options.repeats):
         bare.append(peak([sys.executable, "-m", "benchmarks.speed.bare", *map(str, sizes)]))
         with tempfile.TemporaryDirectory() as folder:
-            run = [sys.executable, "-m", "fedbn_flwr.cli", "run", json.dumps(experiment), "--out", f"{folder}/out"]
+            run = [
+                sys.executable,
+                "-m",
+                "fedbn_flwr.commands.cli",
+                "run",
+                json.dumps(experiment),
+                "--out",
+                f"{folder}/out",
+            ]
             federated.append(peak(run))
     yield figure("bare loop, with its images", [each / 2**20 for each in bare], "MiB")
     yield figure(f"run with {n} workers", [each / 2**20 for each in federated], "MiB")

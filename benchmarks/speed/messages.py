@@ -14,17 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy.strategy_utils import aggregate_arrayrecords
 from torch import nn
 
 from fedbn_flwr.client.app import client_app
+from fedbn_flwr.client.client import BNClient, Update
 from fedbn_flwr.client.training import TRAINER, Trained
 from fedbn_flwr.engines.local import LocalGrid
+from fedbn_flwr.extensions import part
 from fedbn_flwr.messages.aggregate import weighted_mean
-from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.arrays import Arrays, pack, unpack
+from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.strategies import FedAvg
@@ -56,11 +58,10 @@ def exchange(options: Options) -> Iterator[Figure]:
             yield measured(grid, where, most)
     if importlib.util.find_spec("ray") is None:
         return
-    from fedbn_flwr.extensions.ray.experiment import connected
-    from fedbn_flwr.extensions.ray.grid import ray_grid
-
-    with connected(), ray_grid(app, 5, workers=options.workers) as actors:
-        yield measured(actors, f"{options.workers} Ray actors", 10.0)
+    with part("pools", "ray")() as cluster:
+        cluster.connect()
+        with LocalGrid(app, 5, pool=cluster.pool(options.workers)) as actors:
+            yield measured(actors, f"{options.workers} Ray actors", 10.0)
 
 
 def empty_round(options: Options) -> Iterator[Figure]:
@@ -117,7 +118,6 @@ def _aggregation(options: Options) -> Iterator[Figure]:
         ratios.append(other / own)
     name = f"mean of 100 replies of {size / 1e6:.1f} million parameters"
     yield figure(f"{name}: Flower's time / ours", [b / a for a, b, _ in pairs], "x", least=3)
-    # Ours uses several threads: while other programs use the cores, the ratio of the times is this one.
     yield figure(f"{name}: Flower's processor time / ours", ratios, "x")
     yield figure(f"{name}: ours / copying them once", [a / c for a, _, c in pairs], "x")
     tracemalloc.start()
@@ -127,11 +127,11 @@ def _aggregation(options: Options) -> Iterator[Figure]:
     yield figure(f"{name}: memory in use / one reply", [peak / (4 * size)], "x", most=8)
 
 
-class _Echo(NumPyClient):
+class _Echo(BNClient):
     """Returns the model it receives."""
 
-    def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
-        return parameters, 1, {}
+    def train_round(self, arrays: Arrays, config: Config, *rest: Any, **more: Any) -> Update:
+        return Update(arrays, {"num-examples": 1}, {})
 
 
 def scale(options: Options) -> Iterator[Figure]:
@@ -140,7 +140,7 @@ def scale(options: Options) -> Iterator[Figure]:
     arrays = pack(initial_arrays(model))
 
     def start(registered: int) -> Callable[[], None]:
-        grid = LocalGrid(client_app(lambda context: _Echo()), registered)
+        grid = LocalGrid(client_app(lambda context: _Echo(model, ())), registered)
         strategy = FedAvg(
             fraction_train=100 / registered, min_train_nodes=100, min_available_nodes=registered, fraction_evaluate=0.0
         )

@@ -1,8 +1,8 @@
 """Serves metrics of runs, certificates and nodes to Prometheus.
 
 A service beside the runs, and not a part of their processes: Flower starts a process for each run and for each message,
-so theirs would be unreachable in between. It reads run folders, and needs an environment with fedbn-flwr. The first
-SuperLink is asked for its nodes, if its certificate is given.
+so theirs would be unreachable in between. It reads run folders, and needs an environment with fedbn-flwr[monitoring].
+The first SuperLink is asked for its nodes, if its certificate is given.
 
     python deploy/monitoring/metrics.py runs --superlink fl.example.org:8000
 """
@@ -17,21 +17,21 @@ import shutil
 import socket
 import ssl
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
+from prometheus_client import CollectorRegistry, Metric, generate_latest, start_http_server
+from prometheus_client.registry import Collector
 
 from fedbn_flwr.results.folder.places import find_folders
 from fedbn_flwr.results.read.runs import STATES, RunState, read_state
-from fedbn_flwr.text import printable
+from fedbn_flwr.results.text import printable
 
 _SHOWN = 50  # runs: those that changed last
 _KEPT = 5.0  # seconds for which an answer is used again, so that many requests cost no more than one
@@ -60,6 +60,19 @@ METRICS = {
 Sample = tuple[str, dict[str, str], float]
 
 
+class Samples(Collector):
+    """What a call returns whenever Prometheus asks."""
+
+    def __init__(self, samples: Callable[[], Iterable[Sample]]) -> None:
+        self.samples = samples
+
+    def collect(self) -> Iterator[Metric]:
+        found = {name: Metric(name, text, "gauge") for name, text in METRICS.items()}
+        for name, labels, value in self.samples():
+            found[name].add_sample(name, {key: printable(text) for key, text in labels.items()}, value)
+        return (metric for metric in found.values() if metric.samples)
+
+
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, metavar="DIR", help="run folders, or their parent folders")
@@ -74,14 +87,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--once", action="store_true", help="print the metrics and end, for a textfile collector")
     arguments = parser.parse_args(words)
 
-    def collect() -> str:
+    @lru_cache(maxsize=1)
+    def collected(_: int) -> list[Sample]:
         folders = [folder for folder in arguments.folders if folder.is_dir()]  # the first run makes it
         samples = list(samples_of_runs(folders))
         samples += [("fedbn_disk_free_ratio", {"folder": str(folder)}, _free(folder)) for folder in folders]
         samples += map(samples_of_certificate, arguments.certificate)
         for address in dict.fromkeys(arguments.superlink):
             samples += samples_of_server(*address)
-        return exposition([*samples, *nodes])
+        return samples
 
     nodes: list[Sample] = []
 
@@ -94,17 +108,21 @@ def main(words: Sequence[str] | None = None) -> None:
             ask_for_nodes()
             time.sleep(_COMMAND)
 
+    registry = CollectorRegistry()
+    registry.register(Samples(lambda: [*collected(int(time.monotonic() / _KEPT)), *nodes]))
     if arguments.once:
         ask_for_nodes()
-        print(collect(), end="")
+        print(generate_latest(registry).decode(), end="")
         return
     for file in arguments.certificate:
         samples_of_certificate(file)  # a wrong path ends the server before its first request
+    socket.setdefaulttimeout(_REQUEST)
+    host, port = arguments.listen
+    server, thread = start_http_server(port, host, registry)
+    print(f"metrics: port {server.server_port}, /metrics", flush=True)
     # It takes seconds, for which no scrape waits.
     threading.Thread(target=watch_nodes, daemon=True).start()
-    with make_server(*arguments.listen, collect) as server:
-        print(f"metrics: port {server.server_port}, /metrics", flush=True)
-        server.serve_forever()
+    thread.join()
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -112,63 +130,6 @@ def _address(text: str) -> tuple[str, int]:
     if not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
         raise argparse.ArgumentTypeError(f"{text!r}; expected HOST:PORT, for instance 127.0.0.1:8002")
     return host.strip("[]") or "127.0.0.1", int(port)
-
-
-def make_server(host: str, port: int, collect: Callable[[], str]) -> ThreadingHTTPServer:
-    lock, kept = threading.Lock(), [-_KEPT, ""]
-
-    def text() -> str:
-        with lock:
-            if time.monotonic() - kept[0] > _KEPT:
-                kept[:] = [time.monotonic(), collect()]
-            return kept[1]
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _REQUEST
-
-        def do_GET(self) -> None:
-            if self.path.partition("?")[0].rstrip("/") != "/metrics":
-                self.send_error(404, "expected /metrics")
-                return
-            try:
-                body = text().encode()
-            except (Exception, SystemExit) as error:  # it may work at the next request
-                self.send_error(500, " ".join(str(error).split()).encode("ascii", "replace").decode())
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """No line for every request."""
-
-    class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            if not isinstance(sys.exception(), ConnectionError):  # a client that disconnects is no error of this server
-                super().handle_error(request, client_address)
-
-    return Server((host, port), Handler)
-
-
-def exposition(samples: Iterable[Sample]) -> str:
-    """The text of an answer: the samples by metric, each with its description."""
-    by_name: dict[str, list[str]] = {}
-    for name, labels, value in samples:
-        pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-        by_name.setdefault(name, []).append(f"{name}{{{pairs}}} {value!r}\n")
-    return "".join(
-        f"# HELP {name} {help_text}\n# TYPE {name} gauge\n{''.join(by_name[name])}"
-        for name, help_text in METRICS.items()
-        if name in by_name
-    )
-
-
-def _escaped(text: str) -> str:
-    return printable(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def samples_of_runs(folders: Iterable[Path]) -> Iterator[Sample]:

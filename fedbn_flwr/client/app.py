@@ -1,21 +1,21 @@
-"""`client_app(make_client)`: a ClientApp that answers strategies with BNClients or other NumPyClients."""
+"""`client_app(make_client)`: a ClientApp that answers strategies with BNClients."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from logging import ERROR
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr.errors import FedbnError, MessageError, described, did_you_mean, log_once
-from fedbn_flwr.exchange.codec import Agreement, Contribution, contribution_to_records
+from fedbn_flwr.errors import IN_LOG, FedbnError, MessageError, described, did_you_mean, log_once
+from fedbn_flwr.exchange.codec import Contribution, contribution_to_records
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
@@ -26,20 +26,24 @@ from fedbn_flwr.messages.reply import OwnContent, other_arrays, sent_model
 from fedbn_flwr.named import as_path, path_of
 
 from .client import BNClient, Update
-from .layerwise import client_without_parked_round, continue_parked, train_by_messages
+from .layerwise import LAYERWISE, end_parked_rounds, parked_rounds, train_by_messages
 from .node_state import partition_metric, return_to_round, stored_state
 from .training import ONE_VALUE
 
 if TYPE_CHECKING:
-    from flwr.clientapp.typing import Mod  # elsewhere in older versions of Flower
+    from fedbn_flwr.internals import Mod
 
     Mods = Sequence[Mod] | Mapping[str, Sequence[Mod]]
 
-MakeClient = Callable[[Context], NumPyClient] | Callable[[Context, Config], NumPyClient]
+MakeClient = Callable[[Context], BNClient] | Callable[[Context, Config], BNClient]
 
 _ONLY_LOGGED = (
     ". The server receives an error reply; Flower's strategies only log it and continue, even if no client succeeds"
 )
+
+
+# Names of columns, such as x1 or '12 months', may have digits, and so may the line of a function of the user's.
+_NUMBER = re.compile(r"(?<![\w'])(?<!line )-?\d[\w.,:+-]*(?<![.,:])")
 
 
 class ClientFailed(FedbnError, RuntimeError):
@@ -53,9 +57,9 @@ def client_app(
 ) -> ClientApp:
     """A ClientApp that handles the messages of Flower's and this project's strategies.
 
-    `make_client(context)` is called for each message and returns a BNClient or any other NumPyClient. If the function
-    has a second parameter, it receives the config of the message. An exception becomes Flower's error reply, which
-    names the partition and the task that failed.
+    `make_client(context)` is called for each message and returns a BNClient. If the function has a second parameter, it
+    receives the config of the message. An exception becomes Flower's error reply, which names the partition and the
+    task that failed.
 
     `mods` are Flower's mods, functions (message, context, call_next) that wrap the handling of each message; the first
     one is the outermost. To wrap only some messages, give a dict such as {"train": [fixedclipping_mod]}; the kinds of
@@ -76,7 +80,7 @@ class _App(ClientApp):
         ]
         # The context and, if there is a parameter for it, the config.
         wanted = sum(parameter.default is parameter.empty or parameter.name == "config" for parameter in positional)
-        self._make: Callable[..., NumPyClient] = lambda *given: make_client(*given[:wanted])
+        self._make: Callable[..., BNClient] = lambda *given: make_client(*given[:wanted])
         kinds = ("train", "evaluate", "query")
         around = mods if isinstance(mods, Mapping) else dict.fromkeys(kinds, mods)
         if unknown := sorted(around.keys() - {*kinds}):
@@ -86,19 +90,7 @@ class _App(ClientApp):
             category, _, action = kind.partition(".")
             own = functools.partial(self._handle, task, handle, [*around.get(category, ())])
             getattr(self, category)(action or "default")(own)
-        if not around.get("query"):  # otherwise mods must see each exchange
-            self.continue_parked = _continue_parked  # as `engines.capabilities.ContinuesParked`
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        content = {*message.content} if message.has_content() else set()
-        old = {"fitins.parameters", "evaluateins.parameters"}
-        if message.metadata.message_type.startswith("get_") or old & content:
-            problem = MessageError(
-                "the server has a strategy of Flower's old API, flwr.server.strategy, and this client only works "
-                "with flwr.serverapp.strategy (docs/old-api.md)"
-            )
-            raise _client_error(context, "answer", problem, _ONLY_LOGGED)
-        return super().__call__(message, context)
+        self.query_mods = bool(around.get("query"))  # they must see each exchange
 
     def __reduce__(self) -> tuple[Callable[..., ClientApp], tuple[object, ...]]:
         return _App, self._given  # its handlers cannot be pickled
@@ -133,13 +125,18 @@ def _call_mod(mod: Mod, call: Callable[[Message, Context], Message], message: Me
 
 
 def _client_error(context: Context, task: str, error: BaseException, note: str = "") -> ClientFailed:
-    """The error that the server receives. If it leaves something out, or has a note, the client logs it in full."""
-    node, whole = context.node_config, described(error)
-    sent = described(error, to_server=True, own_data=_has_own_data(context))
+    """The error that the server receives. If it leaves something out, or has a note, the client logs it in full.
+
+    From a site with its own data it has the reason without numbers, which may be values, rows, or how many there are.
+    """
+    node, whole, own_data = context.node_config, described(error), _has_own_data(context)
+    sent = described(error, to_server=True, own_data=own_data)
     if "data-path" in node:
         given = str(node["data-path"])
         for text in (given, as_path(given), str(path_of(given))):
             sent = sent.replace(repr(text), "data-path")
+    if own_data and (bare := _NUMBER.sub("...", sent)) != sent:
+        sent = bare if IN_LOG in bare else f"{bare} ({IN_LOG})"
     if note or sent != whole:
         log_once(f"a client could not {task}: {whole}{note}", ERROR)
     if ONE_VALUE in sent:
@@ -154,47 +151,13 @@ def _has_own_data(context: Context) -> bool:
     return not {"data-path", "domain"}.isdisjoint(context.node_config)
 
 
-class _Other:
-    """A NumPyClient other than a BNClient. Config keys that change how clients train raise an error."""
-
-    columns: Mapping[str, Sequence[str]] = {}
-
-    def __init__(self, client: NumPyClient) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise MessageError(f"{type(self._client).__name__} cannot do this; a BNClient can")
-
-    def train_round(self, arrays: Arrays, config: Config, *rest: object) -> Update:
-        values, num_examples, metrics = self._client.fit(self._positions(arrays, config), dict(config))
-        if len(values) != len(arrays):
-            raise MessageError(
-                f"fit() received {len(arrays)} arrays and returned {len(values)}; expected the same number"
-            )
-        return Update(dict(zip(arrays, values, strict=True)), {protocol.NUM_EXAMPLES: num_examples, **metrics}, {})
-
-    def evaluate_round(self, arrays: Arrays, config: Config) -> Metrics:
-        loss, num_examples, metrics = self._client.evaluate(self._positions(arrays, config), dict(config))
-        return {"loss": loss, protocol.NUM_EXAMPLES: num_examples, **metrics}
-
-    def _positions(self, arrays: Arrays, config: Config) -> list[np.ndarray]:
-        if key := next(
-            (key for key in config if key.startswith(protocol.PREFIX) and key not in protocol.IDENTIFYING), None
-        ):
-            raise MessageError(
-                f"the server's message asks for {key!r} (= {config[key]!r}), which a {type(self._client).__name__} "
-                "does not honour; a BNClient of the server's version of fedbn-flwr does"
-            )
-        return [array.copy() for array in arrays.values()]
-
-
 # --- one handler per kind of message -----------------------------------------
 
 
 class Request(NamedTuple):
     """A message to a node, and what its answer needs."""
 
-    make_client: Callable[..., NumPyClient]
+    make_client: Callable[..., BNClient]
     message: Message
     context: Context
     config: Config
@@ -204,15 +167,13 @@ class Request(NamedTuple):
         config = self.config if message is self.message else dict(config_of(message.content))
         return Message(handle(Request(self.make_client, message, context, config)), reply_to=message)
 
-    def client(self) -> BNClient | _Other:
+    def client(self) -> BNClient:
         client = self.make_client(self.context, self.config)
-        if not isinstance(client, NumPyClient):
+        if not isinstance(client, BNClient):
             raise MessageError(
                 f"make_client() returned {'None' if client is None else f'a {type(client).__name__}'}; expected a "
-                "BNClient or another NumPyClient, without .to_client()"
+                "BNClient, without .to_client(). Other clients need a ClientApp of their own (docs/client-protocol.md)"
             )
-        if not isinstance(client, BNClient):
-            return _Other(client)
         for name, called in (("fit", "train_round"), ("evaluate", "evaluate_round")):
             if getattr(type(client), name) is not getattr(BNClient, name):
                 raise MessageError(
@@ -229,8 +190,10 @@ class Request(NamedTuple):
         )
 
     def claim(self) -> dict[str, ConfigRecord]:
-        """The partition, in a record of its own because Flower's strategies average all metrics."""
-        return {"client": ConfigRecord(place)} if (place := partition_metric(self.context)) else {}
+        """The partition and what stays here, in a record of its own because Flower's strategies average all metrics."""
+        kept = {protocol.KEPT: self.config[protocol.KEPT]} if protocol.KEPT in self.config else {}
+        claim = partition_metric(self.context) | kept
+        return {"client": ConfigRecord(claim)} if claim else {}
 
 
 Handler = Callable[[Request], RecordDict]
@@ -239,7 +202,9 @@ Handler = Callable[[Request], RecordDict]
 def _train(request: Request) -> RecordDict:
     if protocol.EXCHANGE_STEP in request.config:
         return _train_by_messages(request)
-    client = client_without_parked_round(request.client, request.config, request.context)
+    client = request.client()
+    if parked_rounds or LAYERWISE in request.context.state:
+        end_parked_rounds(client, request.config, request.context)
     extras = other_arrays(request.message.content)
     return request.reply(client.train_round(_take_model(request.message.content), request.config, extras))
 
@@ -276,8 +241,7 @@ def _statistics(request: Request) -> RecordDict:
 
 
 def _about_data(request: Request) -> RecordDict:
-    arrays = request.client().about_data(request.message.metadata.message_type)
-    return RecordDict({"arrays": pack(arrays), **request.claim()})
+    return request.reply(request.client().about_data(request.message.metadata.message_type))
 
 
 def _extension(request: Request) -> RecordDict:
@@ -285,28 +249,15 @@ def _extension(request: Request) -> RecordDict:
     return RecordDict({**part("queries", action)(request.message.content, request.context), **request.claim()})
 
 
-# --- layer-wise rounds -------------------------------------------------------
-
-_LAYERWISE = "take part in a layer-wise step"
-
-
-def _continue_parked(context: Context, agreement: Agreement) -> Contribution:
-    try:
-        return continue_parked(context, agreement)
-    except (Exception, SystemExit) as error:
-        raise _client_error(context, _LAYERWISE, error) from error
-
-
 def _train_by_messages(request: Request) -> RecordDict:
-    make: Callable[[], Any] = request.client  # an _Other raises an error for the keys of exchanges
-    outcome = train_by_messages(make, request.message.content, request.config, request.context)
+    outcome = train_by_messages(request.client, request.message.content, request.config, request.context)
     return contribution_to_records(outcome) if isinstance(outcome, Contribution) else request.reply(outcome)
 
 
 _HANDLERS: dict[str, tuple[str, Handler]] = {
     "train": ("train", _train),
     "evaluate": ("evaluate", _evaluate),
-    protocol.EXCHANGE_QUERY: (_LAYERWISE, _train_by_messages),
+    protocol.EXCHANGE_QUERY: ("take part in a layer-wise step", _train_by_messages),
     protocol.STATISTICS_QUERY: ("report its statistics", _statistics),
     protocol.PARTITION_QUERY: ("report its partition", _partition),
     protocol.SUMS_QUERY: ("send the sums of its columns", _about_data),

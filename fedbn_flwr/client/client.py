@@ -27,7 +27,7 @@ from fedbn_flwr import seeding
 from fedbn_flwr.batch import ToPair, split_batch
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
+from fedbn_flwr.exchange.step import Exchange, no_exchange
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -47,7 +47,6 @@ from .rule import MODEL, Batch, ClientRule, KeepOptimizerState, LocalRound, Loss
 from .training import (
     TRAINER,
     Epochs,
-    Repeatable,
     Trained,
     Training,
     backpropagate,
@@ -195,7 +194,8 @@ class BNClient(NumPyClient):
         elif channels_last:
             lay_out(self.model)
         self.train_data, self.eval_data, self.batch = train_data, eval_data, batch
-        self.seed, self.min_batch, self._has_loaded = seed, min_batch, False
+        self.seed, self.min_batch = seed, min_batch
+        self._fitted: Arrays = {}  # the result of the last `fit`
         self.attach(context or Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}))
 
     def attach(self, context: Context) -> None:
@@ -236,12 +236,7 @@ class BNClient(NumPyClient):
         local = self._load(arrays, config, extras)
         del arrays  # training needs the memory
         with local.resources:
-            local.layerwise = LayerwiseStep(
-                exchange,
-                examples=self.num_examples,
-                partition=self.identity.get(protocol.PARTITION),
-                own_min_batch=self.min_batch,
-            )
+            local.exchange, local.num_examples = exchange, self.num_examples
             rules = [rule(local) for rule in wanted]
             trained = TRAINER.get()(self._training(local, rules))
             return self._update(local, rules, trained)
@@ -275,24 +270,26 @@ class BNClient(NumPyClient):
             statistics, batches = self._statistics(rules, local)
         return Update(copied(statistics), {protocol.NUM_EXAMPLES: batches}, {})
 
-    def about_data(self, query: str) -> Arrays:
-        """The answer to `query.sums` or `query.survey`."""
+    def about_data(self, query: str) -> Update:
+        """The answer to `query.sums` or `query.survey`; `num-examples` is the number of training examples."""
         raise MessageError(f"it cannot answer {query}; the client of an experiment can")
 
     # --- arrays by position, for Flower's NumPyClient ---
 
     def get_parameters(self, config: Config) -> list[np.ndarray]:
-        """The model's arrays in the order of its state dict, without counters."""
-        if not self._has_loaded:  # another client may have used the model
+        """The arrays of this client's last `fit`, else the initial ones, in the model's order, without counters."""
+        values = self._fitted
+        if not values:  # another client may have used the model
             self._tensors.load_all({}, self.state.load(LOCAL_ARRAYS))
-        return [value.copy() for value in self._tensors.values_of(self._sent_keys()).values()]
+            values = self._tensors.values_of(self._sent_keys())
+        return [values[key].copy() for key in self._sent_keys()]
 
     def fit(self, parameters: list[np.ndarray], config: Config) -> tuple[list[np.ndarray], int, Metrics]:
         """Train a round from these arrays, and return the trained ones, the number of examples and metrics."""
         if key := next((key for key in declared("client_mods") if key in config), None):
             raise MessageError(f"{key!r} needs a ClientApp made by fedbn_flwr.client_app")  # only this calls the mod
         update = self.train_round(self._by_key(parameters), config)
-        metrics = update.metrics | self.identity
+        self._fitted, metrics = update.arrays, update.metrics | self.identity
         return [value.copy() for value in update.arrays.values()], int(metrics.pop(protocol.NUM_EXAMPLES)), metrics
 
     def evaluate(self, parameters: list[np.ndarray], config: Config) -> tuple[float, int, Metrics]:
@@ -328,7 +325,6 @@ class BNClient(NumPyClient):
         roles = {*Role} - {Role.COUNTER} if ours else {Role.WEIGHTS}
         needed = {key for key, role in self.roles.items() if role in roles and key not in stays}
         self._tensors.load_all(arrays, self.state.load(LOCAL_ARRAYS), needed)
-        self._has_loaded = True
         return LocalRound(
             config=config,
             received=frozenset(arrays),
@@ -336,6 +332,8 @@ class BNClient(NumPyClient):
             state=self.state,
             model=self.model,
             epoch=functools.partial(self._epoch, round_of(config)),
+            partition=self.identity.get(protocol.PARTITION),
+            min_batch=self.min_batch,
         )
 
     def _training(self, local: LocalRound, rules: Sequence[ClientRule]) -> Training:
@@ -363,7 +361,7 @@ class BNClient(NumPyClient):
         first_step = next((gradient for gradient in first_gradients if gradient is not None), None)
         return Training(
             model=self.model,
-            batches=Repeatable(batches),
+            batches=batches,
             optimizer=local.optimizer,
             loss=self.loss,
             device=self._tensors.device,
@@ -386,7 +384,7 @@ class BNClient(NumPyClient):
             problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"
         if problem:
             raise MessageError(f"{problem}; the client keeps its state from before this round")
-        metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: trained.loss}
+        metrics: Metrics = {protocol.NUM_EXAMPLES: local.num_examples, protocol.TRAIN_LOSS: trained.loss}
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
         records: dict[str, Arrays] = {MODEL: taken}

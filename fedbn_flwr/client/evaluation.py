@@ -8,13 +8,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batch import Outputs, Targets, Value, count, map_batches, map_tensors
-from fedbn_flwr.data import IGNORED, Moments
+from fedbn_flwr.data import IGNORED
 from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.tasks import CLASSIFICATION, METRICS, SEGMENTATION, SEVERAL, Task
@@ -264,6 +263,8 @@ def _concatenate(parts: Sequence[Outputs]) -> Outputs:
 
 # --- the evaluation ---
 
+_FEW = 20  # examples whose logits may all lie between 0 and 1 by chance
+
 
 @torch.no_grad()
 def evaluate(
@@ -298,9 +299,11 @@ def evaluate(
     was_training = model.training
     model.eval()
     total, numbers, examples = torch.zeros((), dtype=torch.float64, device=device), 0, 0
+    are_shares = own.losses[:1] == ("bce",)
     try:
         for outputs, targets in map_batches(outputs_of, model, itertools.chain([first], batches), threads):
             counts = measurement.add(outputs, targets)
+            are_shares = are_shares and is_share(logits_of(outputs))
             number = count(targets) if counts is None or own.form != "classes" else counts[0]
             if number:  # else the loss may be NaN, as PyTorch's mean over no pixel is
                 total += loss_fn(outputs, targets).double() * number
@@ -310,25 +313,17 @@ def evaluate(
     if not numbers:
         ignored = f"all pixels of the examples have the label {IGNORED}, which is left out"
         raise ValueError(ignored if examples else "there are no examples to evaluate on")
+    if are_shares and examples > _FEW:
+        log_once(
+            f"all outputs of the model lie between 0 and 1, as if it ended in a sigmoid, and task {own.name!r} takes "
+            "them for logits: if it does, remove the sigmoid, or give a loss of your own instead of the task"
+        )
     return {"loss": float(total) / numbers, "num-examples": examples} | measurement.values()
 
 
-def in_units(model: nn.Module, units: Moments | None) -> AbstractContextManager[object]:
-    """Until the end of the block, the model returns numbers in these units, if there are any (see `InUnits`)."""
-    return nullcontext() if units is None else model.register_forward_hook(InUnits(units))
-
-
-class InUnits:
-    """A forward hook that converts predictions of mean zero and deviation one to the units of the targets."""
-
-    def __init__(self, moments: Moments) -> None:
-        self.mean, self.deviation = (torch.tensor(values, dtype=torch.float64) for values in moments)
-
-    def __call__(self, model: nn.Module, inputs: object, outputs: Outputs) -> Tensor:
-        values = logits_of(outputs)
-        if not isinstance(values, Tensor):
-            raise SettingsError(f"data.targets is 'scale', which is for a tensor; the model returned {form_of(values)}")
-        return values * self.deviation.to(values) + self.mean.to(values)
+def is_share(outputs: Outputs) -> bool:
+    """Whether all of a model's outputs lie between 0 and 1."""
+    return isinstance(outputs, Tensor) and bool(((outputs >= 0) & (outputs <= 1)).all())
 
 
 def _task_from_targets(targets: Value) -> Task:

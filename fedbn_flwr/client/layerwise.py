@@ -34,13 +34,12 @@ from .client import BNClient, Update
 from .node_state import NodeState, run_of
 
 MakeBNClient = Callable[[], BNClient]
-Client = TypeVar("Client")
 Result = TypeVar("Result")
 Sent = TypeVar("Sent")  # what a session sends to an exchange: the contribution of one client, or of several
 
 # A record of the client's state that identifies its round; with "/0" the model, with "/1", "/2", ... the agreements,
 # each with the config of its message.
-_ROUND = "fedbn.layerwise"
+LAYERWISE = "fedbn.layerwise"
 
 
 _Tasks = queue.SimpleQueue[Callable[[], object]]  # a thread's queue; it runs one session after the other
@@ -162,10 +161,10 @@ Place = tuple[str, int, int]  # where a round is parked: the training run, Flowe
 class ParkedRounds(dict[Place, ParkedRound]):
     """The parked rounds of a process."""
 
-    def take(self, place: Place, round_id: str = "", step: int | None = None) -> ParkedRound | None:
+    def take(self, place: Place, round_id: str = "", step: int = 0) -> ParkedRound | None:
         """Remove and return the node's parked round if it waits for the result of exchange `step`; end any other."""
         parked = self.pop(place, None)
-        if parked is None or (parked.round_id == round_id and step in (None, parked.step + 1)):
+        if parked is None or (parked.round_id == round_id and parked.step + 1 == step):
             return parked
         parked.abandon()
         return None
@@ -207,9 +206,9 @@ def train_by_messages(
     agreement = agreement_from_records(content) if step else None
     if agreement is None:
         _forget(context)
-        context.state[_ROUND] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
-    context.state[f"{_ROUND}/{step}"] = arrays_of(content)
-    context.state[f"{_ROUND}/{step}/config"] = config_of(content)
+        context.state[LAYERWISE] = ConfigRecord({"run": run or "", "number": secrets.token_hex(16)})
+    context.state[f"{LAYERWISE}/{step}"] = arrays_of(content)
+    context.state[f"{LAYERWISE}/{step}/config"] = config_of(content)
     place, round_id = _place(context)
     parked = parked_rounds.take(place, round_id, step)
     if parked is None:
@@ -230,47 +229,27 @@ def train_by_messages(
     return update
 
 
-def continue_parked(context: Context, agreement: Agreement) -> Contribution:
-    """Continue the node's round, which is parked in this process, up to its next exchange.
-
-    The state does not get the agreement: the engine knows that the round is here, so no other process replays it.
-    """
-    place, round_id = _place(context)
-    if (parked := parked_rounds.take(place, round_id)) is None:
-        raise MessageError(
-            "its round is no longer parked in this process, for instance because another grid has served a node of "
-            "the same number in a run of the same name; give the runs other names, or the strategy direct=False"
-        )
-    if (contribution := parked.advance(agreement)) is None:
-        raise parked.result.exception() or MessageError("its round has ended, and the server expects another exchange")
-    parked_rounds[place] = parked
-    return contribution
-
-
 def _place(context: Context) -> tuple[Place, str]:
     """Place and id of the round in the client's state."""
-    if not isinstance(record := context.state.get(_ROUND), ConfigRecord):
-        raise MessageError("the client's state has no layer-wise round, whose message 0 contains the model")
+    if not isinstance(record := context.state.get(LAYERWISE), ConfigRecord):
+        raise MessageError(
+            "the client's state has no layer-wise round: the process that began it has ended, or its message 0, which "
+            "contains the model, has not arrived"
+        )
     return (str(record["run"]), context.run_id, context.node_id), str(record["number"])
 
 
-def client_without_parked_round(make: Callable[[], Client], config: Config, context: Context) -> Client:
-    """Make the client for an ordinary round, and end parked rounds that are out of date.
-
-    The server has continued without the node's own. Others with this client's model are of an earlier run.
-    """
-    run = run_of(config)
-    parked_rounds.take((run or "", context.run_id, context.node_id))
+def end_parked_rounds(client: object, config: Config, context: Context) -> None:
+    """End the node's own round, without which the server went on, and rounds of an earlier run with this model."""
     _forget(context)
-    client = make()
-    for place in [place for place, parked in parked_rounds.items() if parked.client.model is vars(client).get("model")]:
-        parked_rounds.take(place)
-    return client
+    place, model = (run_of(config) or "", context.run_id, context.node_id), vars(client).get("model")
+    for other in [other for other, parked in parked_rounds.items() if other == place or parked.client.model is model]:
+        parked_rounds.take(other)
 
 
 def _forget(context: Context) -> None:
     """Delete the round in the client's state."""
-    for key in [key for key in context.state if key.startswith(_ROUND)]:
+    for key in [key for key in context.state if key.startswith(LAYERWISE)]:
         del context.state[key]
 
 
@@ -278,7 +257,7 @@ def _replay(
     make: MakeBNClient, context: Context, config: Config, extras: dict[str, Arrays], round_id: str
 ) -> ParkedRound:
     """A round that will replay what the client's state has of it."""
-    steps = [f"{_ROUND}/{step}" for step in range(int(config[protocol.EXCHANGE_STEP]) + 1)]
+    steps = [f"{LAYERWISE}/{step}" for step in range(int(config[protocol.EXCHANGE_STEP]) + 1)]
     if missing := [step for step, key in enumerate(steps) if key not in context.state]:
         raise MessageError(f"the client's state does not have the result of exchange {missing[0]}")
     model, *agreed = [{"arrays": context.state[key], "config": context.state[f"{key}/config"]} for key in steps]

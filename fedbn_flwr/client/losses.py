@@ -31,25 +31,27 @@ def cross_entropy(
 ) -> Tensor:
     """The sum of (weighted) losses over a batch, divided by the number of examples.
 
-    For a segmentation model it is divided by the number of pixels whose label is not 255. In classification 255 is an
-    ordinary class, since ImageNet has a thousand. Class numbers may have a channel of their own, [N, 1, ...].
+    Examples with the label -100 don't count, as in PyTorch. For a segmentation model it is divided by the number of
+    pixels whose label is not 255. In classification 255 is an ordinary class, since ImageNet has a thousand. Class
+    numbers may have a channel of their own, [N, 1, ...].
 
     torch.nn.CrossEntropyLoss divides by the sum of the examples' weights instead. Then the weights of a batch with one
     class have no effect, and the mean over a data set depends on how it is divided into batches; FedTAN and evaluation
     need a loss whose mean does not.
     """
     logits, weight = logits_of(logits), class_weights
-    is_tensor = isinstance(logits, Tensor)
-    targets = without_channel(logits, targets) if is_tensor else targets
-    if is_tensor and targets.is_floating_point():  # probabilities of the classes
-        fits = logits.ndim <= 2 and targets.shape == logits.shape
-    else:
-        fits = is_tensor and targets.shape == logits.shape[:1] + logits.shape[2:]
+    fits = isinstance(logits, Tensor) and logits.ndim > 1 and logits.shape[1] > 1  # of one class it would be zero
+    if fits and targets.is_floating_point():  # probabilities of the classes
+        fits = logits.ndim == 2 and targets.shape == logits.shape
+    elif fits:
+        targets = without_channel(logits, targets)
+        fits = targets.shape == logits.shape[:1] + logits.shape[2:]
     if not fits:
         raise SettingsError(
             f"the model returned {form_of(logits)} for targets {form_of(targets)}; the cross entropy needs a tensor of "
-            "logits [N, C, ...], or an object that has it as `logits`, and class numbers [N, ...] or [N, 1, ...]. For "
-            "other targets set the task (regression, binary, multilabel), or give a loss of your own"
+            "logits [N, C, ...] with two classes or more, or an object that has it as `logits`, and class numbers "
+            '[N, ...] or [N, 1, ...]. For others set the task, task="binary" for one logit, task="regression" for '
+            'numbers, task="multilabel" for several labels per example; or give a loss of your own'
         )
     dense = logits.ndim > 2
     if not (dense or label_smoothing) and weight is None:
@@ -60,8 +62,8 @@ def cross_entropy(
     total = F.cross_entropy(
         logits, targets, weight, ignore_index=ignored, reduction="sum", label_smoothing=label_smoothing
     )
-    # All pixels of a crop may be ignored.
-    return total / ((targets != IGNORED).sum().clamp(min=1) if dense else len(targets))
+    # All pixels of a crop may be ignored. Probabilities leave no example out.
+    return total / (len(targets) if targets.is_floating_point() else (targets != ignored).sum().clamp(min=1))
 
 
 def without_channel(logits: Tensor, targets: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, configs_in, pack, unpack
 from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.messages.serialization import dump, parse
-from fedbn_flwr.storage import read_store, write_store, writing
+from fedbn_flwr.storage import Rounds
 
 _RUN = "fedbn.run"  # a record with the name of the training run and, in the state folder, the round
 _ARRAYS = "fedbn.arrays."
@@ -90,44 +90,38 @@ class NodeState:
 @contextmanager
 def stored_state(message: Message, config: Config, context: Context) -> Iterator[None]:
     """Restore the state from the state folder before a message is handled, and save it there after training."""
-    folder, kind = _folder(config, context), message.metadata.message_type
-    if folder is None:
+    states, kind = _states(config, context), message.metadata.message_type
+    if states is None:
         yield
         return
     server_round, run = int(config[protocol.ROUND]), str(run_of(config))
     is_after = kind.startswith(MessageType.EVALUATE) or kind == protocol.STATISTICS_QUERY
-    _restore(folder, context, run, server_round if is_after else server_round - 1)
+    _restore(states, context, run, server_round if is_after else server_round - 1)
     yield
     if not kind.startswith(MessageType.TRAIN):
         return
     context.state[_RUN] = ConfigRecord({"name": run, "round": server_round})
-    with writing(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_store(folder / f"round-{server_round}", [("state", dump(context.state))])
-    # The server may return to one round; states older than that round's are not needed.
-    _delete_outside(folder, int(config.get(protocol.CHECKPOINT_ROUND, server_round - 1)), server_round)
-    for unfinished in folder.glob(".round-*.tmp"):  # written by a process that was killed
-        unfinished.unlink(missing_ok=True)
+    states.write(server_round, dump(context.state), int(config.get(protocol.CHECKPOINT_ROUND, server_round - 1)))
 
 
 def return_to_round(config: Config, context: Context) -> dict[str, int]:
     """Delete the states of rounds after `server-round`, from which the run resumes, and report the latest one left."""
-    if (folder := _folder(config, context)) is None:
+    if (states := _states(config, context)) is None:
         return {}
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        states.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=states.folder).close()
     except OSError as error:
         raise MessageError(
-            f"the node config's state={str(folder.parent.parent)!r} is not a folder that this node can write to "
+            f"the node config's state={str(states.folder.parent.parent)!r} is not a folder that this node can write to "
             f"({error.strerror}); give another folder, or change its owner"
         ) from None
-    _delete_outside(folder, 0, int(config[protocol.ROUND]))
-    return {protocol.STATE_ROUND: max(stored_rounds(folder), default=0)}
+    states.keep(range((last := int(config[protocol.ROUND])) + 1))
+    return {protocol.STATE_ROUND: states.latest(last)}
 
 
-def _folder(config: Config, context: Context) -> Path | None:
-    """The folder with this client's states in this training run, a store for each round.
+def _states(config: Config, context: Context) -> Rounds | None:
+    """This client's states in this training run.
 
     None if the node config has no state folder, or if the message names no run or round, as when the server only asks
     for the partition.
@@ -138,24 +132,17 @@ def _folder(config: Config, context: Context) -> Path | None:
     if not re.fullmatch(r"[0-9a-f]{32}", token):  # it becomes part of a path
         raise MessageError(f"{protocol.TOKEN} is {token!r}; expected 32 hexadecimal digits")
     name = re.sub(r"[^A-Za-z0-9+=_-]+", "-", str(config.get(protocol.RUN, "run")))[:80]
-    return Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{client_number(context)}"
+    return Rounds(Path(str(folder)).expanduser() / f"{name}-{token}" / f"client-{client_number(context)}")
 
 
-def stored_rounds(folder: Path) -> dict[int, Path]:
-    """The rounds whose state is stored, in ascending order, and their files."""
-    files = {file.name.removeprefix("round-"): file for file in folder.glob("round-*")}
-    return dict(sorted((int(number), file) for number, file in files.items() if number.isdecimal()))
-
-
-def _restore(folder: Path, context: Context, run: str, last: int) -> None:
+def _restore(states: Rounds, context: Context, run: str, last: int) -> None:
     """Load the state of the latest round up to `last`; an empty one if there is none."""
-    stored, state = stored_rounds(folder), RecordDict()
-    wanted = max((server_round for server_round in stored if server_round <= last), default=0)
+    wanted, state = states.latest(last), RecordDict()
     if {"round": 0, **_owner(context.state)} == {"name": run, "round": wanted}:
         return  # the context has this state; reloading it would delete the data of a layer-wise round in progress
     if wanted:
         try:
-            state = parse(read_store(stored[wanted])["state"], RecordDict)
+            state = parse(states.read(wanted), RecordDict)
         except StorageError as error:
             raise MessageError(
                 f"the node's state {error}; restore the folder from a copy, or start a new run"
@@ -163,12 +150,3 @@ def _restore(folder: Path, context: Context, run: str, last: int) -> None:
     state.update({name: record for name, record in context.state.items() if name.startswith(protocol.VOLATILE)})
     context.state.clear()
     context.state.update(state)
-
-
-def _delete_outside(folder: Path, first: int, last: int) -> None:
-    """Delete the states after round `last`, which will be trained again, and those older than round `first` needs."""
-    rounds = stored_rounds(folder)
-    oldest = max((stored for stored in rounds if stored <= first), default=0)
-    for stored, file in rounds.items():
-        if not oldest <= stored <= last:
-            file.unlink(missing_ok=True)

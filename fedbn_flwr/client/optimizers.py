@@ -122,25 +122,6 @@ def make_optimizer(
         raise SettingsError(f"optimizer {shown} with {options}: {error}{known}") from None
 
 
-def check_optimizer(
-    spec: OptimizerSpec,
-    parameters: Mapping[str, nn.Parameter],
-    *,
-    momentum: float = 0.0,
-    weight_decay: float | None = None,
-    clip: float | None = None,
-) -> None:
-    """Raise SettingsError if the optimiser cannot be made for these parameters, or cannot take a step."""
-    copies = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
-    for parameter in copies.values():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer = make_optimizer(spec, copies, 0.1, momentum=momentum, weight_decay=weight_decay, clip=clip)
-    try:
-        optimizer.step()
-    except (Exception, SystemExit) as error:
-        raise SettingsError(f"optimizer {spec!r} cannot take a step: {type(error).__name__}: {error}") from error
-
-
 def _by_name(name: str) -> MakeOptimizer:
     if ":" in name:
         return named.load("optimizer", name)

@@ -1,6 +1,6 @@
 """Client rules: what clients do for a strategy. A rule is in the file of its strategy.
 
-A message selects a client rule by a config key, and a client imports only the files of the rules that it is asked for.
+A message selects a client rule by a config key, which names its file: a client imports only the files that it needs.
 For each round `BNClient` makes an object of the class and calls its hooks in this order: `batches` may change the
 batches, `first_gradient` returns how the gradient of the first batch is computed, `loss` may change the loss of each
 batch, `begin` runs between the first gradient and the first step, `adjust` before each step, and `finish` after
@@ -14,8 +14,9 @@ element alone, and reads no attribute and no config key that differs between cli
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+import functools
+import importlib.util
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from fedbn_flwr import extensions
 from fedbn_flwr.batch import Batch as Batch
 from fedbn_flwr.batch import Inputs, Outputs, Targets, Value
-from fedbn_flwr.exchange.step import LayerwiseStep
+from fedbn_flwr.exchange.step import Exchange
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config, Metrics
@@ -83,22 +84,26 @@ class LocalRound:
     model: nn.Module
     # One pass over the client's batches (inputs, targets); the order of the examples depends on its number.
     epoch: Callable[[int], Iterator[Batch]]
+    partition: int | None  # the client's, if its node has one
+    min_batch: int  # the smallest number of examples whose statistics the client sends
     resources: ExitStack = field(default_factory=ExitStack)  # closed when the round ends, with the error if it fails
-    # The first step of a round with exchanges, with this client's options; only rounds that train have it.
-    layerwise: LayerwiseStep = field(init=False)
-    optimizer: LocalOptimizer = field(init=False)  # has the parameters that train; set after the rules are made
+    # Only rounds that train have these; the optimiser, which has the parameters that train, after the rules are made.
+    num_examples: int = field(init=False)
+    exchange: Exchange = field(init=False)  # with the other clients, of tensors of a layer
+    optimizer: LocalOptimizer = field(init=False)
 
 
 class ClientRule:
     """What a client does for a strategy in one round; a subclass overrides the hooks that it needs."""
 
     # The config keys that select this rule, unless their value is False, 0 or "". Clients without the rule raise an
-    # error for keys with the prefix `fedbn.`, and ignore others.
+    # error for keys with the prefix `fedbn.`, and ignore others. The name of its file in `strategies` follows the
+    # prefix, so that clients find the rule.
     keys: ClassVar[Mapping[str, Key]] = {}
     order: ClassVar[int] = 0  # the rules of a round run in ascending order
     # Whether `adjust` treats each element of the gradients alone, and reads no attribute and no config key that differs
     # between clients: of clients that train at once, the `adjust` of one is then called for all. A subclass with an
-    # `adjust` of its own sets it again.
+    # `adjust` of its own declares it again.
     elementwise: ClassVar[bool] = False
     # Whether the rule has a `loss` or changes the model: then its rounds are not compiled, and each trains alone.
     trains_alone: bool = False
@@ -106,14 +111,13 @@ class ClientRule:
 
     def __init_subclass__(cls) -> None:
         cls.trains_alone = cls.trains_alone or cls.loss is not ClientRule.loss
-        cls.elementwise = vars(cls).get("elementwise", cls.elementwise and "adjust" not in vars(cls))
         own = vars(cls).get("keys", {})
         for key in own:
-            ours = _OURS.get(key, "").rpartition(".")[2]  # without the package, which has two names in a checkout
-            if ours not in ("", f"{cls.__module__.rpartition('.')[2]}:{cls.__qualname__}"):
-                raise TypeError(f"{cls.__name__} has the key {key!r} of {_OURS[key]}; give it a key of its own")
-            other = BY_KEY.get(key)
-            if isinstance(other, type) and other.__qualname__ != cls.__qualname__:  # else the same class, imported anew
+            module, other = module_of(key), BY_KEY.get(key)
+            # A module has two names in a checkout, and may be imported anew.
+            if module and module.rpartition(".")[2] != cls.__module__.rpartition(".")[2]:
+                raise TypeError(f"{cls.__name__} has the key {key!r} of {module}; give it a key of its own")
+            if other is not None and other.__qualname__ != cls.__qualname__:
                 raise TypeError(f"{cls.__name__} has the key {key!r} of {other.__name__}; give it a key of its own")
         BY_KEY.update(dict.fromkeys(own, cls))
 
@@ -149,51 +153,52 @@ class ClientRule:
         """
 
 
-# The client rules by their keys. A client imports only the rules that messages select: until the module of a rule is
-# imported, its entry is its place, `module:class`.
-BY_KEY: dict[str, type[ClientRule] | str] = {
-    "proximal-mu": "fedbn_flwr.strategies.fedprox:FedProxClient",
-    "fedbn.freeze": "fedbn_flwr.strategies.fixbn:FixBNClient",
-    "fedbn.moments": "fedbn_flwr.strategies.fixbn:FixBNClient",
-    "fedbn.hybrid": "fedbn_flwr.strategies.hbn:HBNClient",
-    "fedbn.clip": "fedbn_flwr.strategies.fedwon:FedWonClient",
-    "fedbn.head-epochs": "fedbn_flwr.strategies.fedrep:FedRepClient",
-    "fedbn.normalised": "fedbn_flwr.strategies.fednova:FedNovaClient",
-    "fedbn.momentum": "fedbn_flwr.strategies.globalmomentum:GlobalMomentumClient",
-    "fedbn.control": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
-    "fedbn.control-round": "fedbn_flwr.strategies.scaffold:ScaffoldClient",
-    **dict.fromkeys(protocol.EXCHANGE_KEYS, "fedbn_flwr.strategies.fedtan:FedTANClient"),
-    **extensions.declared("client_keys"),
-}
-_OURS = {key: str(where) for key, where in BY_KEY.items()}
+# The client rules by their keys, from the modules that are imported.
+BY_KEY: dict[str, type[ClientRule]] = {}
+# The files of the keys that do not name them.
+_FILES = {"proximal-mu": "fedprox", **dict.fromkeys(protocol.EXCHANGE_KEYS, "fedtan")}
 
 
-def rule_of(key: str) -> type[ClientRule]:
-    """The client rule that a key of `BY_KEY` selects."""
-    where = BY_KEY[key]  # the rule itself as soon as its module is imported
-    return pkgutil.resolve_name(where) if isinstance(where, str) else where
+@functools.lru_cache
+def module_of(key: str) -> str:
+    """The module of this project whose client rule a key selects; empty if there is none.
+
+    A key names the file in `strategies`: `fedbn.fixbn-freeze` is a key of the client rule in `fixbn.py`.
+    """
+    if key in (of_extensions := extensions.declared("client_keys")):
+        return of_extensions[key].partition(":")[0]
+    named = re.match(rf"{re.escape(protocol.PREFIX)}(\w+)", key)
+    file = _FILES.get(key, named[1] if named else "")
+    module = f"fedbn_flwr.strategies.{file}"
+    return module if file and importlib.util.find_spec(module) else ""
+
+
+def rule_of(key: str) -> type[ClientRule] | None:
+    """The client rule that a key selects, whose module is imported now, or None."""
+    if key not in BY_KEY and (module := module_of(key)):
+        importlib.import_module(module)
+    return BY_KEY.get(key)
 
 
 def known_keys() -> dict[str, Key]:
     """Every config key that a BNClient supports; this imports all strategies."""
-    importlib.import_module("fedbn_flwr.strategies._names")
-    for key in [*BY_KEY]:
-        rule_of(key)  # an extension's module may add keys
+    for module in ("fedbn_flwr.strategies._names", *map(module_of, extensions.declared("client_keys"))):
+        importlib.import_module(module)
     of_mods = {key: extensions.part("client_mods", key).keys[key] for key in extensions.declared("client_mods")}
-    return protocol.RUN_KEYS | {key: rule_of(key).keys[key] for key in BY_KEY} | of_mods
+    return protocol.RUN_KEYS | {key: rule.keys[key] for key, rule in BY_KEY.items()} | of_mods
 
 
 def rules_for(config: Config) -> list[type[ClientRule]]:
     """The client rules that a message selects; MessageError for a `fedbn.` key that no rule has."""
-    if not all(map(is_known, config)):
+    if not all(map(supports, config)):
         protocol.check_known(config, known_keys())
-    return in_order(rule_of(key) for key, value in config.items() if key in BY_KEY and value)
+    return in_order(rule for key, value in config.items() if value and (rule := rule_of(key)))
 
 
-def is_known(key: str) -> bool:
-    """Whether clients support a config key, as far as this shows without importing more modules."""
-    known = protocol.RUN_KEYS, BY_KEY, extensions.declared("client_mods")
-    return not key.startswith(protocol.PREFIX) or any(key in keys for keys in known)
+def supports(key: str) -> bool:
+    """Whether clients support a config key, as far as its own module shows."""
+    known = protocol.RUN_KEYS, extensions.declared("client_mods")
+    return not key.startswith(protocol.PREFIX) or any(key in keys for keys in known) or rule_of(key) is not None
 
 
 def in_order(rules: Iterable[type[ClientRule]]) -> list[type[ClientRule]]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -113,16 +113,6 @@ def backpropagate(
     return loss.detach()
 
 
-@dataclass(frozen=True)
-class Repeatable:
-    """An iterable that begins anew each time, so that a round which could not train with others can train alone."""
-
-    make: Callable[[], Iterable[Batch]]
-
-    def __iter__(self) -> Iterator[Batch]:
-        return iter(self.make())
-
-
 @dataclass(eq=False)
 class Training:
     """A client's round between loading the model and replying: all that its training needs, and nothing of Flower.
@@ -132,7 +122,8 @@ class Training:
     model, device
         The model, in training mode and with the values that the round begins with, and where it is.
     batches
-        Pairs (inputs, targets); one step each. With the same seed, every iteration has the same ones.
+        Returns the pairs (inputs, targets) of the round, one for each step. Every call returns the same ones if the
+        global generators are seeded in the same way.
     optimizer
         Has the parameters that train, by name (none of the roles `frozen`), and may clip the gradients.
     rules
@@ -147,7 +138,7 @@ class Training:
     """
 
     model: nn.Module
-    batches: Iterable[Batch]
+    batches: Callable[[], Iterable[Batch]]
     optimizer: LocalOptimizer
     loss: Loss
     device: torch.device
@@ -171,20 +162,6 @@ class Trained:
 
 def train(training: Training) -> Trained:
     """Take one optimiser step per batch."""
-    running = steps(training)
-    with seeding.streams(training.seed, training.device):
-        while True:
-            try:
-                next(running)
-            except StopIteration as end:
-                return cast(Trained, end.value)
-
-
-def steps(training: Training) -> Generator[None, None, Trained]:
-    """Train, and pause after each step, so that a trainer can take the steps of several clients in turn.
-
-    The caller seeds the global random generators.
-    """
     optimizer, gradient = training.optimizer, training.first_step or training.gradient
     changing = [rule for rule in training.rules if type(rule).loss is not ClientRule.loss]
     frozen = frozen_norm(training.model, training.frozen) if training.frozen else nullcontext()
@@ -192,8 +169,8 @@ def steps(training: Training) -> Generator[None, None, Trained]:
     total = torch.zeros((), device=training.device, dtype=torch.float64)
     to_device = operator.methodcaller("to", training.device, non_blocking=True)
     done = examples = first_batch = 0
-    with frozen:
-        for inputs, targets in training.batches:
+    with seeding.streams(training.seed, training.device), frozen:
+        for inputs, targets in training.batches():
             inputs, targets = map_tensors(to_device, inputs), map_tensors(to_device, targets)
             optimizer.zero_grad()
             size = count(inputs)
@@ -205,7 +182,6 @@ def steps(training: Training) -> Generator[None, None, Trained]:
                 _adjust(training, memos)
             optimizer.step()
             done, examples = done + 1, examples + size
-            yield
         optimizer.zero_grad()  # frees the gradients, which take as much memory as the model
         return Trained(float(total) / max(examples, 1), first_batch, done, memos if done else _memos(training))
 

@@ -1,4 +1,4 @@
-"""The commands of `fedbn`, one module each: `add` adds a command's arguments, and `fedbn_flwr.cli` calls its function.
+"""The commands of `fedbn`, one module each: `add` adds a command's arguments, and `cli` calls its function.
 
 The modules are imported at each start: what is large is imported inside functions.
 """

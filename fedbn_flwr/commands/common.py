@@ -87,8 +87,8 @@ def continued_by(out: Path | None, *words: str) -> Iterator[None]:
 def loading() -> Iterator[None]:
     """Import PyTorch and Flower without Python's garbage collector, which would take a sixth of the time.
 
-    Their objects live until the process ends, so the collector never visits them afterwards. It then doesn't write to
-    the memory that workers share with this process.
+    A command first judges whatever it can without them. Their objects live until the process ends, so the collector
+    never visits them afterwards. It then doesn't write to the memory that workers share with this process.
     """
     if "torch" in sys.modules:  # called from Python
         yield
@@ -103,7 +103,7 @@ def loading() -> Iterator[None]:
 
 def parse_pairs(values: Sequence[str], option: str) -> Draft:
     """The pairs key=value of an option, as Flower reads them."""
-    from flwr.common.config import parse_config_args
+    from fedbn_flwr.internals import parse_config_args
 
     for value in values:  # Flower leaves out what is not of this form
         if not value.endswith(".toml") and (rest := _PAIR.sub("", value).split()):

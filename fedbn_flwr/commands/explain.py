@@ -39,12 +39,13 @@ def add(commands: Commands) -> None:
 def explain(arguments: argparse.Namespace) -> None:
     import logging
 
+    from fedbn_flwr.experiment.file.layers import load_experiment
+
+    experiment = load_experiment(arguments.experiment, overrides_of(arguments))
     with loading():
-        from fedbn_flwr.experiment.file.layers import load_experiment
         from fedbn_flwr.experiment.preview import count_partitions, explain, pages
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    experiment = load_experiment(arguments.experiment, overrides_of(arguments))
     runs = explain(experiment)
     partitions = count_partitions(experiment) if all(run.evaluate.server for run in experiment.runs) else []
     print("\n\n".join(pages(experiment, runs, partitions, every=arguments.all)))
@@ -52,14 +53,17 @@ def explain(arguments: argparse.Namespace) -> None:
 
 def partition(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.experiment.file.layers import load_experiment
-    from fedbn_flwr.experiment.preview import count_partitions
-    from fedbn_flwr.results.report.pictures import partitions_plot
-    from fedbn_flwr.results.report.tables import partition_table
 
     out = arguments.out or Path("partition.png")
     if out.is_dir() or not out.suffix:
         raise SettingsError(f"--out is {str(out)!r}; expected a file, such as partition.png")
-    counts = count_partitions(load_experiment(arguments.experiment, overrides_of(arguments)))
+    experiment = load_experiment(arguments.experiment, overrides_of(arguments))
+    with loading():
+        from fedbn_flwr.experiment.preview import count_partitions
+        from fedbn_flwr.results.report.pictures import partitions_plot
+        from fedbn_flwr.results.report.tables import partition_table
+
+    counts = count_partitions(experiment)
     print("\n\n".join(map(partition_table, counts)), flush=True)  # also if there is no matplotlib
     partitions_plot(counts).write(out)
     print(f"\nplot: {out}")

@@ -1,11 +1,16 @@
-"""Any Flower app on the local engine, in this process: without Ray, a SuperLink or anything left running."""
+"""Any Flower app with its server in this process, and its clients here, in workers or on a Ray cluster.
+
+No SuperLink is needed, and nothing is left running.
+"""
 
 from __future__ import annotations
 
 import functools
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,80 +18,120 @@ import numpy as np
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.clientapp.client_app import LoadClientAppError
-from flwr.common.config import get_fused_config_from_dir, get_project_config
-from flwr.server import server as old_server
-from flwr.serverapp.server_app import LoadServerAppError
-from flwr.supercore.object_ref import load_app
+from numpy.random import bit_generator
 
 from fedbn_flwr import seeding
-from fedbn_flwr.engines.capabilities import OnReply
 from fedbn_flwr.engines.local import LocalGrid
-from fedbn_flwr.engines.pool import ForkPool, Nodes, Pool
-from fedbn_flwr.errors import RunFailed, few
+from fedbn_flwr.errors import LOG, RunFailed, SettingsError, by_reason, few, is_new, needs
+from fedbn_flwr.extensions import part
+from fedbn_flwr.internals import get_fused_config_from_dir, get_project_config, load_app
+from fedbn_flwr.internals import server as old_server
 
 
+def _load(place: str, folder: Path) -> Any:
+    """The app at a place such as `client_app:app`."""
+    # np.random.default_rng() seeds itself by it.
+    bit_generator.randbits = random.getrandbits  # type: ignore[attr-defined]
+    return load_app(place, SettingsError, folder)
+
+
+@dataclass(frozen=True)
 class SeededApp:
     """A ClientApp whose draws from global generators depend on the seed, the node and its messages so far alone.
 
-    So a run can be repeated bit for bit, whichever worker serves a node, although the app itself seeds nothing.
+    So a run can be repeated bit for bit, whichever worker serves a node, although the app itself seeds nothing. Each
+    worker imports the app itself: threads that an import starts, as JAX's does, would not survive a fork.
     """
 
-    def __init__(self, app: ClientApp, seed: int) -> None:
-        self.app, self.seed = app, seed
+    place: str
+    folder: Path
+    seed: int
+
+    @functools.cache  # noqa: B019 (of a process)
+    def load(self) -> ClientApp:
+        with seeding.streams(seeding.seed_for(self.seed, "import")):
+            return cast(ClientApp, _load(self.place, self.folder))
 
     def __call__(self, message: Message, context: Context) -> Message:
         node, number = message.metadata.message_id.split(".")
         with seeding.streams(seeding.seed_for(self.seed, "app", int(node), int(number))):
             try:
-                return self.app(message, context)
-            except (Exception, SystemExit):  # which the server learns without its traceback
-                traceback.print_exc()
+                return self.load()(message, context)
+            except (Exception, SystemExit) as error:  # which the server learns without its traceback
+                if is_new(node, traceback.format_tb(error.__traceback__)):
+                    traceback.print_exc()
                 raise
+
+
+class NotingGrid(LocalGrid):
+    """A grid that notes which messages to clients failed, or had no reply when the server stopped waiting for it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.failed: list[str] = []
+        super().__init__(*arguments, **options)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        sent = list(messages)
+        replies = list(super().send_and_receive(sent, timeout=timeout))
+        answered = {reply.metadata.reply_to_message_id for reply in replies}
+        for asked in (message.metadata for message in sent if message.metadata.message_id not in answered):
+            self._note(asked.dst_node_id, asked.message_type, f"it did not answer within {timeout:g} s")
+            LOG.warning("%s", self.failed[-1])
+        return replies
+
+    def _receive(self, reply: Message) -> None:
+        if reply.has_error():
+            self._note(reply.metadata.src_node_id, reply.metadata.message_type, str(reply.error.reason))
+        super()._receive(reply)
+
+    def _note(self, node: int, kind: str, reason: str) -> None:
+        known = self._nodes.contexts.get(node)
+        client = f"node {node}" if known is None else f"client {known.node_config['partition-id']}"
+        self.failed.append(f"{client}, {kind}: {reason}")
 
 
 def run_app(
     folder: str | Path,
     num_nodes: int,
     *,
-    workers: int = 0,
+    workers: int | None = 0,
     run_config: Mapping[str, str | int | float | bool] | None = None,
     seed: int = 0,
+    actors: Mapping[str, float] | None = None,
 ) -> None:
     """Run the Flower app in a folder; raise RunFailed if one of its clients raised an error.
 
-    `workers` processes serve the nodes; with 0 this process does, so that a debugger can stop in a client's code.
+    `workers` processes serve the nodes; with 0 this process does, so that a debugger can stop in a client's code. With
+    `actors`, which are the CPUs and GPUs of each, actors of a Ray cluster do (None: as many as fit).
     """
     folder = Path(folder).resolve()
     config = get_fused_config_from_dir(folder, {**(run_config or {})})
     parts = get_project_config(folder)["tool"]["flwr"]["app"]["components"]
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    server = load_app(parts["serverapp"], LoadServerAppError, folder)
-    client = SeededApp(load_app(parts["clientapp"], LoadClientAppError, folder), seed)
+    client = SeededApp(parts["clientapp"], folder, seed)
     _put_old_replies_in_order()
-    errors: list[str] = []
-
-    def make_pool(nodes: Nodes, on_reply: OnReply) -> Pool:
-        def note(reply: Message) -> None:
-            if reply.has_error():
-                client_number = nodes.contexts[reply.metadata.src_node_id].node_config["partition-id"]
-                errors.append(f"client {client_number}, {reply.metadata.message_type}: {reply.error.reason}")
-            on_reply(reply)
-
-        return ForkPool(nodes, note, workers) if workers else Pool(nodes, note)
-
-    with LocalGrid(cast(ClientApp, client), num_nodes, pool=make_pool, run_config=config) as grid:
-        grid.start()  # forks before the server has threads or uses a GPU
+    with ExitStack() as stack:
+        served: dict[str, Any] = {"workers": workers}
+        if actors is not None or not workers:
+            client.load()  # an error ends the run here
+        if actors is not None:
+            with needs("run", "--engine ray"):
+                cluster = stack.enter_context(part("pools", "ray")(prints=True))
+            cluster.connect([client.place])
+            served = {"pool": cluster.pool(workers, **actors)}
+        grid = stack.enter_context(NotingGrid(cast(ClientApp, client), num_nodes, run_config=config, **served))
+        grid.start()  # forks before the app has threads or uses a GPU
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        server = _load(parts["serverapp"], folder)
         try:
             server(grid=grid, context=Context(1, 0, {}, RecordDict(), config))
         except Exception as error:
-            if errors:  # a server without replies often fails at something else
-                error.add_note(failed(errors))
+            if grid.failed:  # a server without replies often fails at something else
+                error.add_note(failed(grid.failed))
             raise
-    if errors:
-        raise RunFailed(failed(errors))
+    if grid.failed:
+        raise RunFailed(failed(grid.failed))
 
 
 def _put_old_replies_in_order() -> None:
@@ -105,4 +150,5 @@ def _put_old_replies_in_order() -> None:
 
 
 def failed(errors: Sequence[str]) -> str:
-    return f"{len(errors)} messages to clients failed: {few(errors, 3, '; ')}"
+    reasons = by_reason(error.partition(": ")[::2] for error in errors)
+    return f"{len(errors)} messages to clients failed: {few(reasons, 3, '; ')}"

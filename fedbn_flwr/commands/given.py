@@ -26,7 +26,6 @@ def add(commands: Commands) -> None:
     _add_arguments(
         parser,
         [],
-        "evaluation.json",
         required=True,
         help="a run folder, or weights by safetensors or torch.save; give the option again for another model",
     )
@@ -44,30 +43,31 @@ def add(commands: Commands) -> None:
     _add_arguments(
         parser,
         ["evaluate.survey=true"],
-        "survey.json and survey.png",
         default=[],
         help="a run folder or weights, to compare the inputs of its batch norms at each client with its statistics",
     )
 
 
-def _add_arguments(parser: argparse.ArgumentParser, asks: Sequence[str], files: str, **of_model: Any) -> None:
+def _add_arguments(parser: argparse.ArgumentParser, asks: Sequence[str], **of_model: Any) -> None:
     parser.set_defaults(asks=asks)
     add_experiment(parser, "clients=10")
     parser.add_argument("--model", action="append", metavar="FILE", **of_model)
     add_engine(parser)
-    parser.add_argument("--out", type=Path, metavar="DIR", help=f"folder for {files} (runs/NAME-TIME)")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the run folders (runs/NAME-TIME)")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
     import logging
 
-    with loading():
-        from fedbn_flwr.experiment.file.layers import load_experiment
-        from fedbn_flwr.experiment.run.launch import carry_out
-        from fedbn_flwr.results.folder.places import out_folder
+    from fedbn_flwr.experiment.file.layers import load_experiment
+    from fedbn_flwr.results.folder.places import out_folder
 
-    logging.getLogger("flwr").setLevel(logging.WARNING)
     models = f"evaluate.models={json.dumps(arguments.model)}"
     judged = [*overrides_of(arguments), "rounds=0", models, *arguments.asks]
     experiment = load_experiment(arguments.experiment, judged)
-    carry_out(experiment, out_folder(experiment.name, arguments.out, resume=False), resume=False).announce()
+    out = out_folder(experiment.name, arguments.out, resume=False)
+    with loading():
+        from fedbn_flwr.experiment.run.launch import carry_out
+
+    logging.getLogger("flwr").setLevel(logging.WARNING)
+    carry_out(experiment, out, resume=False).announce()

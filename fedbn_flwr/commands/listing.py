@@ -10,7 +10,14 @@ from fedbn_flwr.errors import SettingsError, did_you_mean
 
 from .common import Commands, add_command
 
-KINDS = ("strategies", "models", "norms", "datasets", "partitions", "experiments")
+KINDS = {
+    "strategies": "what the server does with the clients' models",
+    "models": "networks",
+    "norms": "what replaces batch norm in a network",
+    "datasets": "where examples come from",
+    "partitions": "which client has which examples",
+    "experiments": "experiments that are shipped, such as demo",
+}
 
 
 def add(commands: Commands) -> None:
@@ -25,7 +32,7 @@ def add(commands: Commands) -> None:
             "experiments fixbn the experiments of one paper."
         ),
     )
-    parser.add_argument("what", choices=KINDS, metavar="WHAT", help=f"one of {', '.join(KINDS)}")
+    parser.add_argument("what", nargs="?", choices=KINDS, metavar="WHAT", help=f"one of {', '.join(KINDS)}")
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="only these; strategies with all details; experiments also by paper"
     )
@@ -33,7 +40,7 @@ def add(commands: Commands) -> None:
 
 
 def list_names(arguments: argparse.Namespace) -> None:
-    lines = _lines(arguments.what)
+    lines = KINDS if arguments.what is None else _lines(arguments.what)
     shown: dict[str, str] = {}
     for given in arguments.names or lines:
         found = {name: line for name, line in lines.items() if given in (name, name.rpartition("/")[0])}
@@ -46,33 +53,43 @@ def list_names(arguments: argparse.Namespace) -> None:
         from fedbn_flwr.experiment.registry import in_words
 
         print("\n\n".join(map(in_words, shown)))
+    elif arguments.what == "strategies":
+        from fedbn_flwr.experiment.registry import FAMILIES
+
+        groups = {title: {name: shown[name] for name in names} for title, names in FAMILIES.items() if names}
+        pages = (f"{title}\n{_table(group, '  ')}" for title, group in groups.items())
+        print("\n\n".join(pages))
     else:
-        width = max(map(len, shown))
-        for name, line in shown.items():
-            print(f"{name.ljust(width)}  {line}")
+        print(_table(shown))
+    if arguments.what is None and not arguments.json:
+        print("\nfedbn list strategies lists them, and fedbn list strategies FixBN describes one.")
+
+
+def _table(lines: Mapping[str, str], indent: str = "") -> str:
+    width = max(map(len, lines))
+    return "\n".join(f"{indent}{name.ljust(width)}  {line}" for name, line in lines.items())
 
 
 def _lines(what: str) -> Mapping[str, str]:
     match what:
         case "strategies":
-            from fedbn_flwr.experiment.registry import FLOWER, STRATEGIES, in_a_line
+            from fedbn_flwr.experiment.registry import FAMILIES, in_a_line
 
-            return {name: in_a_line(name) for name in (*STRATEGIES, *FLOWER)}
+            return {name: in_a_line(name) for names in FAMILIES.values() for name in names}
         case "models":
-            from fedbn_flwr.models.build import describe_models
+            from fedbn_flwr.models import describe_models
 
             return describe_models()
         case "norms":
-            from fedbn_flwr.norms.convert import NORMS
+            from fedbn_flwr.norms import NORMS
 
-            own = {"MODULE:CALLABLE": "a normaliser of your own: a function of the number of channels"}
-            return {name: kind.text for name, kind in NORMS.items()} | own
+            return NORMS | {"MODULE:CALLABLE": "a normaliser of your own: a function of the number of channels"}
         case "datasets":
             from fedbn_flwr.data.catalogue import describe_datasets
 
             return describe_datasets()
         case "partitions":
-            from fedbn_flwr.data.partitions import describe_partitions
+            from fedbn_flwr.data.kinds import describe_partitions
 
             return describe_partitions()
         case _:

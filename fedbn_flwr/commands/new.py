@@ -35,6 +35,9 @@ def add(commands: Commands) -> None:
     start.add_argument("--data", type=Path, metavar="PATH", help="a table or a folder of images of your own")
     parser.add_argument("--label", metavar="COLUMN", help="with --data: what is predicted")
     parser.add_argument("--group", metavar="COLUMN", help="with --data: each of its values is a client")
+    parser.add_argument("--series", metavar="COLUMN", help="with --data, for a row per time: the series of a row")
+    parser.add_argument("--time", metavar="COLUMN", help="with --series: by what its rows are ordered")
+    parser.add_argument("--window", type=int, metavar="N", help="with --series: N rows are an example")
     parser.add_argument("--out", type=Path, metavar="FILE", help="another file, ending in .yaml")
 
 
@@ -49,18 +52,22 @@ _HEAD = """\
 def new(arguments: argparse.Namespace) -> None:
     from fedbn_flwr.experiment.file.content import check_mapping, follow_extends, text_of
     from fedbn_flwr.experiment.file.layers import read_experiment
-    from fedbn_flwr.yaml_text import parse_yaml
+    from fedbn_flwr.results.yaml_text import parse_yaml
 
     name = arguments.name.removesuffix(".yaml").removesuffix(".yml")
     file: Path = arguments.out or Path(f"{name}.yaml")
     if file.suffix not in (".yaml", ".yml") or not str(file).isprintable():
         raise SettingsError(f"the file is {str(file)!r}; expected a name of printable characters that ends in .yaml")
+    options = ("label", "group", "series", "time", "window")
+    given = {key: value for key in options if (value := getattr(arguments, key)) is not None}
     if arguments.data is not None:
         with loading():
             from fedbn_flwr.experiment.own_data import experiment_for
-        text, source = experiment_for(arguments.data, arguments.label, arguments.group), f"for {arguments.data}"
-    elif given := arguments.label or arguments.group:
-        raise SettingsError(f"{given!r} is a column of your data; give their file or folder too: --data PATH")
+        text, source = experiment_for(arguments.data, given), f"for {arguments.data}"
+    elif given:
+        raise SettingsError(
+            f"--{next(iter(given))} is for data of your own; give their file or folder too: --data PATH"
+        )
     else:
         text, source = text_of(arguments.source), f"a copy of {arguments.source}"
     content = check_mapping(parse_yaml(text), arguments.source)

@@ -15,7 +15,7 @@ def add(commands: Commands) -> None:
         report,
         summary="a table, a plot and a page from run folders",
         description=(
-            "Report on runs: tables (report.md, report.csv, report.tex), a plot (report.png, report.svg), their values "
+            "Report on runs: tables (report.md, report.csv), a plot (report.png, report.svg), their values "
             "(report.json), and one page with all of this and more charts (report.html), which needs no network."
         ),
         epilog="Example: fedbn report --html runs/demo-* --out demo.html",

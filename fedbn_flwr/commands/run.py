@@ -30,20 +30,24 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> None:
     import logging
 
+    from fedbn_flwr.data.located import located
+    from fedbn_flwr.experiment.file.layers import load_experiment
+    from fedbn_flwr.results.folder.places import from_here, out_folder
+
+    overrides = overrides_of(arguments)
+    experiment = load_experiment(arguments.experiment, overrides)
+    for each in experiment.runs:
+        if each.evaluate.server:  # otherwise only the clients have data
+            located(each.source)
+    out = out_folder(experiment.name, arguments.out, resume=arguments.resume)
     if sys.stdout.isatty():
         print("loading PyTorch and Flower ...", flush=True)  # takes seconds
     with loading():
         from fedbn_flwr.engines.worker import keep_freed_memory
-        from fedbn_flwr.experiment.file.layers import load_experiment
         from fedbn_flwr.experiment.run.launch import carry_out
-        from fedbn_flwr.results.folder.places import from_here, out_folder
-
-    overrides = overrides_of(arguments)
-    experiment = load_experiment(arguments.experiment, overrides)
-    out = out_folder(experiment.name, arguments.out, resume=arguments.resume)
     logging.getLogger("flwr").setLevel(logging.WARNING)
     keep_freed_memory()
     given = {"--out": arguments.out or from_here(out), "--jobs": arguments.jobs}
     options = [word for key, value in given.items() if value is not None for word in (key, f"{value}")]
     with continued_by(out, "run", arguments.experiment, *overrides, *options, "--resume"):
-        carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce()
+        carry_out(experiment, out, resume=arguments.resume, jobs=arguments.jobs).announce(arguments.experiment)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.errors import few
+from fedbn_flwr.results.text import duration, printable, shorten
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import title_of
-from fedbn_flwr.text import duration, printable, shorten
 
 from .common import Commands, add_command
 

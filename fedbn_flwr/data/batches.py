@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.batch import Inputs, Targets, Value
+from fedbn_flwr.batch import Inputs, Targets, Value, map_tensors
 from fedbn_flwr.errors import DataError
 
 from . import Moments
@@ -111,6 +111,8 @@ def _described(tensor: Tensor, sides: Sequence[object]) -> str:
 
 # --- batches ---
 
+_AT_ONCE = 1 << 17  # bytes of examples that are standardised at a time, unless a batch has more
+
 
 class TestBatches:
     """All examples of a split, or those at `indices`, in order."""
@@ -173,18 +175,29 @@ class ClientBatches:
             self._augmentations.insert(0, functools.partial(random_cut, side=cut))
         self._normalise = _standardiser(normalise, data.device)
         self._scale = _standardiser(targets, data.device) if targets else lambda targets: targets
+        # Small batches are standardised many at a time; a batch is augmented by itself.
+        size = max(1, data.nbytes * batch_size // max(1, len(data)))
+        self._at_once = 1 if self._augmentations else max(1, _AT_ONCE // size)
 
     def epoch(self, server_round: int, epoch: int) -> Iterator[tuple[Value, Value]]:
         """Each example of the client once, in an order drawn for this round and epoch."""
         order = torch.randperm(
             self.num_examples, generator=seeding.generator(self.seed, "order", server_round, self.client, epoch)
         )
-        for number, rows in enumerate(self.indices.cpu()[order].split(self.batch_size)):
-            if len(rows) == 1 < self.batch_size and number:
-                # Batch norm cannot compute a variance from one example. Other epochs have this one in a larger batch.
-                return
-            generator = seeding.generator(self.seed, "augment", server_round, self.client, epoch, number)
-            images, targets = self.data.batch(rows)
-            for augment in self._augmentations:
-                images, targets = augment(images, targets, generator)
-            yield self._normalise(images), self._scale(targets)
+        if self.num_examples % self.batch_size == 1 < self.num_examples:
+            # Batch norm cannot compute a variance from one example. Other epochs have this one in a larger batch.
+            order = order[:-1]
+        for number, rows in enumerate(self.indices.cpu()[order].split(self._at_once * self.batch_size)):
+            inputs, targets = self.data.batch(rows)
+            if self._augmentations:
+                generator = seeding.generator(self.seed, "augment", server_round, self.client, epoch, number)
+                for augment in self._augmentations:
+                    inputs, targets = augment(inputs, targets, generator)
+            inputs, targets = self._normalise(inputs), self._scale(targets)
+            for start in range(0, len(rows), self.batch_size):
+                yield _cut(inputs, start, self.batch_size), _cut(targets, start, self.batch_size)
+
+
+def _cut(values: Value, start: int, size: int) -> Value:
+    """A batch of these values, in memory of its own: where it begins may change the last bits of a matrix product."""
+    return map_tensors(lambda part: part if len(part) <= size else part[start : start + size].clone(), values)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, tensors
-from fedbn_flwr.errors import DataError, log_once
+from fedbn_flwr.errors import DataError, error_if, log_once
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, Task
 
 from . import Moments, Size
@@ -120,6 +120,7 @@ class DataSet(DataForm):
     given_tokens: int | None = None  # data.tokens, on which sites agree
     types: Mapping[str, str] = field(default_factory=dict)  # of the columns of inputs, in the model's order
     labels: tuple[str, ...] = ()  # columns
+    names_from_rows: bool = False  # the names of the classes are values of the column of labels
 
     @property
     def classes(self) -> int:  # type: ignore[override]
@@ -215,25 +216,18 @@ class DataSet(DataForm):
         """
         words = {"train": "training"}.get(part, part)
         if absent is not None:
-            gaps = [
-                some.isnan().reshape(len(absent), -1).any(1)
-                for some in tensors(self.train.inputs)
-                if isinstance(some, Tensor)
-            ]
+            gaps = [some.isnan().reshape(len(absent), -1).any(1) for some in tensors(self.train.inputs)]
             there = rows[~torch.stack([absent, *gaps]).any(0)[rows]]
-            if not len(there):
-                raise DataError(
-                    f"every {words} example of {self.name!r} ({len(rows)}) lacks an input or a label, so none is left"
-                )
+            problem = f"every {words} example of {self.name!r} ({len(rows)}) lacks an input or a label, so none is left"
+            error_if(not len(there), problem)
             if dropped := len(rows) - len(there):
                 log_once(f"data.missing: drop leaves out {dropped} of {len(rows)} {words} examples of {self.name!r}")
             rows = there
         rows = rows[self.train.labels[rows] >= 0]
         if (domains := getattr(self.domains, part, None)) is not None:
             rows = rows[domains[rows] >= 0]
-        if not len(rows):
-            of_domains = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
-            raise DataError(f"{self.name!r} has no {words} examples{of_domains}")
+        of_domains = f" of {', '.join(self.domains.names)}" if self.domains is not None else ""
+        error_if(not len(rows), f"{self.name!r} has no {words} examples{of_domains}")
         return rows
 
     def standardised(self) -> DataSet:
@@ -279,14 +273,12 @@ class DataSet(DataForm):
         kept_whole = "series" if test.by is None else f"values of data.test.by={test.by!r}"
         what = f"{total} {'examples' if self.apart is None else kept_whole} of {self.name!r}"
         if test.folds is not None:
-            if test.folds > total:
-                raise DataError(f"data.test.folds is {test.folds}, more than the {what}")
+            error_if(test.folds > total, f"data.test.folds is {test.folds}, more than the {what}")
             drawn = deal(columns, purpose, number // test.folds) % test.folds == number % test.folds
             return drawn[unit]
         assert test.share is not None
         count = round(test.share * total)
-        if not 0 < count < total:
-            raise DataError(f"data.test is {test.share:g}, which is {count} of {what}")
+        error_if(not 0 < count < total, f"data.test is {test.share:g}, which is {count} of {what}")
         return torch.from_numpy(np.isin(unit, draw(count, columns, purpose, number).numpy()))
 
     def _is_late(self, test: HeldOut) -> Tensor:
@@ -296,13 +288,14 @@ class DataSet(DataForm):
         times = self.apart.names
         if wrong := [time for time in times if not re.match(r"-?\d*\.?\d+(e[+-]?\d+)?$|\d{4}-\d", time)]:
             raise DataError(
-                f"data.test.time={test.time!r}: {self.name!r} has the time {wrong[0]!r}; expected numbers, or dates "
-                "that begin with the year, such as 2024-03-31"
+                f"data.test.time={test.time!r}: {self.name!r} has other times than numbers, or dates that begin with "
+                "the year, such as 2024-03-31",
+                f": {wrong[0]!r}",
             )
         counts = self.apart.train.bincount(minlength=len(times))
         late = counts.flip(0).cumsum(0)[:-1]  # examples of the last time, the last two, ...
-        if not len(late):
-            raise DataError(f"data.test.time={test.time!r}: all examples of {self.name!r} are of the time {times[0]!r}")
+        problem = f"data.test.time={test.time!r}: all examples of {self.name!r} are of one time"
+        error_if(not len(late), problem, f": {times[0]!r}")
         number = 1 + int((late - test.share * len(self.train)).abs().argmin())
         return self.apart.train >= len(times) - number
 
@@ -329,9 +322,9 @@ def fewer(dataset: DataSet, examples: int | None, test_examples: int | None) -> 
         ("test_examples", "test", "test", test_examples),
     ):
         columns = [column for grouping in groupings if (column := getattr(grouping, part)) is not None]
-        if count is not None and count > (total := len(columns[0])):
-            raise DataError(f"data.{key} is {count}, but {dataset.name!r} has {total} {words} examples")
-        rows.append(torch.arange(len(columns[0])) if count is None else draw(count, columns))
+        total = len(columns[0])
+        error_if((count or 0) > total, f"data.{key} is {count}, but {dataset.name!r} has {total} {words} examples")
+        rows.append(torch.arange(total) if count is None else draw(count, columns))
     return dataset.select(*rows)
 
 

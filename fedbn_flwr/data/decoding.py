@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pyarrow as pa
@@ -23,18 +25,21 @@ import torch
 from PIL import Image
 
 from fedbn_flwr.cores import cores
-from fedbn_flwr.errors import DataError, StorageError
-from fedbn_flwr.trees import Json
+from fedbn_flwr.errors import DataError, StorageError, error_if
+from fedbn_flwr.trees import Tree
 
 from . import IGNORED, Size
-from .examples import Examples
+from .examples import Examples, main_input
 from .table import Table
 
 _MARGIN = 224 / 256  # share of the side that a centre crop keeps, as is usual for ImageNet
+_MADE = "decoding-"  # the beginning of the name of a folder in which files are made
 _AHEAD = 64  # images that are decoded before they are written
 _GB = 100  # the size of the cache, unless FEDBN_CACHE_GB is set
 
-_used: set[str] = set()  # files of the cache that this process maps into memory
+_OLD = 86_400  # seconds after which the folder of a process that is decoding is one that was killed
+
+_used: WeakValueDictionary[str, np.ndarray] = WeakValueDictionary()  # files that this process maps into memory
 
 
 @dataclass(frozen=True)
@@ -73,31 +78,31 @@ class Files:
     channels: int = 1
 
     def decoded(self, chosen: Examples) -> Examples:
-        """The examples with their images, uint8 [N, C, H, W], and perhaps masks, uint8 [N, H, W]."""
-        assert chosen.rows is not None, "examples of a table have rows"
-        rows = chosen.rows.numpy()
+        """Examples whose inputs are rows of the table, with images, uint8 [N, C, H, W], and masks, uint8 [N, H, W]."""
+        rows = main_input(chosen.inputs).numpy()
         key = hashlib.sha256(f"8|{self.table.fingerprint}|{self}|{self._stamps()}|".encode() + rows.tobytes())
         cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "fedbn-flwr"
         folder = Path(os.environ.get("FEDBN_CACHE") or cache)
         names = [f"{key.hexdigest()[:24]}.{column}.npy" for column in range(len(self._files))]
-        _used.update(names)
         with suppress(OSError, ValueError, EOFError):  # absent or damaged
             return _mapped(folder, names, chosen)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(dir=folder) as made:  # so that other processes see whole files or none
+            # So that other processes see whole files or none.
+            with TemporaryDirectory(prefix=_MADE, dir=folder) as made:
                 new = [Path(made) / name for name in names]
                 if not self._write(rows, new, self.channels):
                     self._write(rows, new, channels=3)
                 for file in new:
                     os.replace(file, folder / file.name)
+            found = _mapped(folder, names, chosen)
             _trim(folder)
         except OSError as error:
             raise StorageError(
                 f"the cache of decoded images, {str(folder)!r}, cannot be written: {error.strerror or error}; set "
                 "FEDBN_CACHE to a folder with more free space"
             ) from None
-        return _mapped(folder, names, chosen)
+        return found
 
     def _write(self, rows: np.ndarray, files: Sequence[Path], channels: int) -> bool:
         """Write the images, and the masks, to a file each; False if an image has more channels."""
@@ -110,11 +115,9 @@ class Files:
                 if max(map(len, images)) > channels:
                     return False
                 sizes |= {image.shape[1:] for image in images}
-                if len(sizes) > 1:
-                    few = ", ".join(f"{h}x{w}" for h, w in sorted(sizes)[:4])
-                    raise DataError(
-                        f"{self.name!r} has images of several sizes ({few}, ...); set data.size to resize them"
-                    )
+                few = ", ".join(f"{h}x{w}" for h, w in sorted(sizes)[:4])
+                problem = f"{self.name!r} has images of several sizes ({few}, ...); set data.size to resize them"
+                error_if(len(sizes) > 1, problem)
                 coloured = [np.broadcast_to(image, (channels, *image.shape[1:])) for image in images]
                 for file, arrays in zip(opened, (coloured, *masks), strict=True):
                     if not file.tell():
@@ -129,9 +132,15 @@ class Files:
         return [self.table.columns[column] for column in (self.column, self.masks) if column is not None]
 
     def _stamps(self) -> str:
-        """A hash of the times and sizes of the rows' files; the table's fingerprint has their paths only."""
+        """A hash of the rows' images in memory, and of the times and sizes of those in files.
+
+        A table with a fingerprint, which may be larger than the memory, is known by it and by the paths of its files.
+        """
         facts = hashlib.sha256()
         for content, paths in (column.flatten() for column in self._files):
+            for part in content.chunks if not self.table.fingerprint else ():
+                for buffer in filter(None, part.buffers()):
+                    facts.update(buffer)
             for path in paths.filter(content.is_null()).to_pylist():
                 with suppress(OSError, TypeError, ValueError):  # decoding it will raise an error that has the row
                     stat = os.stat(path)
@@ -147,36 +156,35 @@ class Files:
         found = [np.atleast_3d(np.asarray(self._fitted(picture))).transpose(2, 0, 1)]
         if self.masks is not None:
             labels = self._mask(mask[0], row)
-            if picture.size != labels.size:
-                raise DataError(
-                    f"{self.name!r}: row {row} has an image of {picture.height}x{picture.width} pixels, but a mask of "
-                    f"{labels.height}x{labels.width} in {self.masks!r}"
-                )
+            error_if(
+                picture.size != labels.size,
+                f"{self.name!r}: row {row} has an image of {picture.height}x{picture.width} pixels, but a mask of "
+                f"{labels.height}x{labels.width} in {self.masks!r}",
+            )
             found.append(np.asarray(self._fitted(labels, smooth=False)))
         return found
 
-    def _picture(self, item: Json, row: int) -> Image.Image:
+    def _picture(self, item: Tree, row: int) -> Image.Image:
         opened = self._read(item, row, "image")
         # Pillow would set values above 255 to 255. PNG and PGM have at most 16 bits, even in mode I.
         if opened.mode.startswith("I;16") or (opened.mode == "I" and opened.format in ("PNG", "PPM")):
             return Image.fromarray((np.asarray(opened) >> 8).astype(np.uint8))
         if opened.mode in ("I", "F"):
-            kind = "whole" if opened.mode == "I" else "floating-point"
             raise DataError(
-                f"{self.name!r}: the image in row {row} has {kind} numbers of 32 bits (mode {opened.mode}), whose "
-                "range is unknown; expected 8 or 16 bits",
+                f"{self.name!r}: the image in row {row} has {'whole' if opened.mode == 'I' else 'floating-point'} "
+                f"numbers of 32 bits (mode {opened.mode}), whose range is unknown; expected 8 or 16 bits",
                 _where(item),
             )
         return opened.convert("L" if opened.mode in ("1", "L") else "RGB")
 
-    def _mask(self, item: Json, row: int) -> Image.Image:
+    def _mask(self, item: Tree, row: int) -> Image.Image:
         """A mask of class numbers, with 255 for ignored pixels."""
         opened = self._read(item, row, "mask")
-        if opened.mode not in ("1", "L", "P", "I", "I;16"):
-            raise DataError(
-                f"{self.name!r}: the mask in row {row} has several values per pixel (mode {opened.mode}); expected "
-                "one, the pixel's class"
-            )
+        error_if(
+            opened.mode not in ("1", "L", "P", "I", "I;16"),
+            f"{self.name!r}: the mask in row {row} has several values per pixel (mode {opened.mode}); expected "
+            "one, the pixel's class",
+        )
         values = np.asarray(opened).astype(np.int64)
         table = np.full(257, -1 if self.ids is None else IGNORED)  # the last entry is for values outside 0 to 255
         ids = range(self.classes) if self.ids is None else self.ids
@@ -190,7 +198,7 @@ class Files:
             )
         return Image.fromarray(labels.astype(np.uint8))
 
-    def _read(self, item: Json, row: int, what: str) -> Image.Image:
+    def _read(self, item: Tree, row: int, what: str) -> Image.Image:
         try:
             source = io.BytesIO(item["bytes"]) if item.get("bytes") is not None else item["path"]
             with Image.open(source) as opened:
@@ -217,27 +225,37 @@ class Files:
         return picture.resize((wide, tall), how).crop((left, top, left + width, top + height))
 
 
-def _where(item: Json) -> str:
+def _where(item: Tree) -> str:
     return f" ({item['path']})" if item and item.get("path") else ""
 
 
 def _trim(folder: Path) -> None:
-    """Remove the files of the cache that were used least recently, until the others fit; this process's files stay."""
+    """Remove the files that were used least recently, until the others fit; those that this process uses stay.
+
+    Folders of processes that were killed are removed too.
+    """
     try:
         left = float(given := os.environ.get("FEDBN_CACHE_GB", _GB)) * 1e9
     except ValueError:
         raise DataError(f"FEDBN_CACHE_GB is {given!r}; expected a number of gigabytes") from None
-    with os.scandir(folder) as entries, suppress(FileNotFoundError):  # another process trims too
-        files = [(entry.name in _used, (at := entry.stat()).st_atime_ns, at.st_size, entry.path) for entry in entries]
+    with suppress(FileNotFoundError):  # another process trims too
+        for path in folder.glob(f"{_MADE}*/"):
+            if path.stat().st_mtime < time.time() - _OLD:
+                shutil.rmtree(path, ignore_errors=True)
+        files = [
+            (path.name in _used, (at := path.stat()).st_atime_ns, at.st_size, path) for path in folder.glob("*.npy")
+        ]
         for is_used, _, size, path in sorted(files, reverse=True):
             left -= size
             if left < 0 and not is_used:
-                os.unlink(path)
+                path.unlink()
 
 
 def _mapped(folder: Path, names: Sequence[str], chosen: Examples) -> Examples:
     # Copy-on-write, because torch warns about read-only arrays; no code writes to it.
-    images, *masks = (torch.from_numpy(np.load(folder / name, mmap_mode="c")) for name in names)
+    arrays = [np.load(folder / name, mmap_mode="c") for name in names]
+    images, *masks = map(torch.from_numpy, arrays)
+    _used.update(zip(names, arrays, strict=True))
     for name in names:
         with suppress(OSError):  # a file of another user
             os.utime(folder / name, ns=(time.time_ns(), (folder / name).stat().st_mtime_ns))  # used now

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedbn_flwr.batch import Value, count, first, map_tensors, tensors
 
-_AT_ONCE = 64  # items of a torch `Dataset`
 MASK = "mask"  # the entry of a dict of inputs that is true at real positions, bool [N, T]
 
 
@@ -25,50 +21,6 @@ def main_input(inputs: Value) -> Tensor:
 
 def main_key(inputs: Mapping[str, Tensor]) -> str:
     return "inputs" if "inputs" in inputs else next(key for key in inputs if key != MASK)
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """Stands for a tensor [N, ...] of a torch `Dataset` larger than memory; it reads rows when a batch needs them."""
-
-    items: Any  # of each, the first value is the inputs
-    rows: Tensor  # int64 [N], the numbers of the items
-    made: Callable[[np.ndarray], Tensor] = torch.from_numpy  # a tensor of some items
-
-    @cached_property
-    def like(self) -> Tensor:
-        return self[:1]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return len(self), *self.like.shape[1:]
-
-    @property
-    def nbytes(self) -> int:
-        return len(self) * self.like.nbytes
-
-    @property
-    def chunks(self) -> Iterator[slice]:
-        """The rows, some at a time."""
-        return (slice(start, start + _AT_ONCE) for start in range(0, len(self), _AT_ONCE))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, chosen: Tensor | slice) -> Tensor:
-        return self.made(np.stack([np.asarray(self.items[row][0]) for row in self.rows[chosen].tolist()]))
-
-    def __getattr__(self, name: str) -> Any:
-        """Type, device and so on, as a tensor with the first row has them."""
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.like, name)
-
-    def select(self, rows: Tensor) -> Streamed:
-        return replace(self, rows=self.rows[rows])
-
-    def to(self, *_: object, **__: object) -> Streamed:
-        return self  # the batches are sent
 
 
 @dataclass(frozen=True)
@@ -130,16 +82,13 @@ class Examples:
         return map_tensors(lambda part: _zeros(part, number), self.inputs)
 
     def select(self, rows: Tensor) -> Examples:
-        """The examples with these numbers, or where a mask is true; no copy if it is all of them."""
+        """The examples with these numbers, or where a mask is true; no copy if they follow one another."""
         rows = (rows.nonzero()[:, 0] if rows.dtype is torch.bool else rows).cpu()
-        if rows.equal(torch.arange(len(self))):
-            return self
-        here = rows.to(main_input(self.inputs).device)
+        start = int(rows[0]) if len(rows) else 0
+        follow = rows.equal(torch.arange(start, start + len(rows)))
+        here = slice(start, start + len(rows)) if follow else rows.to(main_input(self.inputs).device)
 
-        def taken(part: Tensor | Streamed) -> Any:
-            return part.select(here) if isinstance(part, Streamed) else part[here]
-
-        inputs, targets = (map_tensors(taken, value) for value in (self.inputs, self.targets))
+        inputs, targets = (map_tensors(lambda part: part[here], value) for value in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets, rows=None if self.rows is None else self.rows[rows])
 
     def to(self, device: torch.device, most: float = math.inf) -> Examples:

@@ -11,30 +11,34 @@ All become tables. Image files are listed, not opened.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import itertools
 import logging
 import os
 import re
-import stat
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import csv
+from pyarrow import csv, parquet
 
 from fedbn_flwr import named
-from fedbn_flwr.errors import DataError, did_you_mean
+from fedbn_flwr.errors import DataError, error_if, few, log_once
+from fedbn_flwr.storage import check_rights
 from fedbn_flwr.trees import Draft
 
 from .catalogue import CATALOGUE, Entry
-from .source import PARTS, Source
+from .located import content_of
+from .source import FOLDER, PARTS, Source
 from .table import FILE, PICTURES, Table, joined, table_of
 
 _EACH = 5  # of each class of a domain without lists, every fifth image is a test image
+_TESTS = ("test", "val")  # several sets have no public test labels; papers test on their validation split
 _CLASS = r"(?P<label>[^./][^/]*)/.+"  # the path of an image file below its folder
 
 Rows = Any  # a `datasets.Dataset`, an Arrow table, a mapping of arrays, or a list of image files
@@ -51,21 +55,11 @@ def open_splits(source: Source, folder: Path | None, entry: Entry | None) -> tup
         return joined(
             source.name, *(table_of(source.name, each, source.inputs, base) for each in splits.values())
         ), entry
-    if entry is None and "/" not in source.name:  # the hub need not be asked: half a minute without a network
-        raise DataError(
-            f"data.name={source.name!r}: there is no such data set; give a folder, OWNER/NAME of a data set on the "
-            "Hugging Face hub, or a name that `fedbn list datasets` shows; " + did_you_mean(source.name, CATALOGUE)
-        )
-    if entry is not None and entry.hub is None:
-        raise DataError(
-            f"data.name={source.name!r} ({entry.title}) is not on the Hugging Face hub; give data.root (or "
-            f"FEDBN_DATA), a folder that contains {source.name}/ with {entry.files}"
-        )
     return _hub(source, entry), entry
 
 
 def _datasets() -> Any:
-    """The package of the hub, which is imported for the hub and for Parquet files only."""
+    """The package of the hub, which is imported for the hub and, if it is installed, for Parquet files."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -77,6 +71,7 @@ def _datasets() -> Any:
 def _hub(source: Source, entry: Entry | None) -> Table:
     name, hub = source.name, source.name if entry is None else entry.hub
     revision, found, datasets = source.revision, list[Table](), _datasets()
+    print(f"{name}: asking the Hugging Face hub for {hub}; a download may take minutes", file=sys.stderr, flush=True)
     names = [source.train or "train"]
     if not source.held_out:
         names.append(str(source.test or ("test" if entry is None else entry.test)))
@@ -102,11 +97,11 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     given: Draft = {"train": source.train, **({} if source.held_out else {"test": source.test})}
     if folder.is_file():
         table = _file(folder)
-        if not source.held_out:
-            raise DataError(
-                f"data.name={str(folder)!r} is one file, which has no test split; set data.test: 0.2, which holds out "
-                "this share of its rows, or give a folder with train* and test* files"
-            )
+        error_if(
+            not source.held_out,
+            f"data.name={str(folder)!r} is one file, which has no test split; set data.test: 0.2, which holds out "
+            "this share of its rows, or give a folder with train* and test* files",
+        )
         return {"train": table}, entry
     if (folder / "leftImg8bit").is_dir():
         return _images({part: _cityscapes(folder, part, name) for part, name in given.items()}), CATALOGUE["cityscapes"]
@@ -118,7 +113,8 @@ def _folder(folder: Path, source: Source, entry: Entry | None) -> tuple[Splits, 
     kinds = {code: {str(table.field(code).type) for table in tables if code in table.names} for code in codes}
     if texts := [code for code, kind in kinds.items() if kind == {"string", "int64"}]:
         # The texts of one split happen to be numbers.
-        readers: Readers = {**_READERS, ".csv": functools.partial(_csv, texts=texts)}
+        as_texts = functools.partial(_csv, texts=texts)
+        readers = {suffix: as_texts if read is _csv else read for suffix, read in _READERS.items()}
         found = {part: _split(folder, part, name, source, readers) for part, name in given.items()}
     return _images(found), entry
 
@@ -130,8 +126,10 @@ def open_new(source: Source, path: Path) -> Table:
         return table_of(source.name, _file(path), source.inputs, path.parent)
     image, label = (*source.inputs, "image")[0], source.label[0]
     files = _pictures(path)
-    if not files:
-        raise DataError(f"{str(path)!r} contains no images ({', '.join(sorted(PICTURES))})")
+    error_if(
+        not files,
+        f"{str(path)!r} contains no images ({', '.join(sorted(PICTURES))})",
+    )
     rows: list[Row] = []
     for file in files:
         name = Path(file).parent.name
@@ -140,11 +138,11 @@ def open_new(source: Source, path: Path) -> Table:
 
 
 def _file(path: Path) -> Rows:
-    if path.suffix not in _READERS:
-        raise DataError(
-            f"data.name={str(path)!r}: expected a file that ends in {', '.join(_READERS)}, or a folder of these or "
-            "of images"
-        )
+    error_if(
+        path.suffix not in _READERS,
+        f"data.name={str(path)!r}: expected a file that ends in {', '.join(_READERS)}, or a folder of these or "
+        "of images",
+    )
     return _READERS[path.suffix](path.parent, [path])
 
 
@@ -153,26 +151,24 @@ def _split(folder: Path, part: str, given: str | None, source: Source, readers: 
 
     If a share is held out, everything in the folder may be for training.
     """
-    # Several sets have no public test labels; papers test on their validation split.
-    usual = ("test", "val") if part == "test" else ("train", "") if source.held_out else ("train",)
+    usual = _TESTS if part == "test" else ("train", "") if source.held_out else ("train",)
     names = (given,) if given else usual
     for name in names:
-        tables = {
-            suffix: sorted(folder.glob(f"{name}*{suffix}")) or sorted(folder.glob(f"*/{name}*{suffix}"))
-            for suffix in readers
-        }
-        kinds = [suffix for suffix, files in tables.items() if files]
-        if len(kinds) > 1:
-            raise DataError(
-                f"data.name={str(folder)!r}: the files of {name or 'the data'!r} are {', '.join(kinds)}; expected one "
-                "kind",
-                f", found {', '.join(tables[suffix][0].name for suffix in kinds)}",
-            )
+        tables = _tables(folder, name)
+        kinds, there = [*tables], sorted(folder.glob(f"{name}*/")) if name else []
+        left = sorted(path.name for key in _TESTS for path in folder.glob(f"{key}*")) if source.held_out else []
+        if name and left and (kinds or there):
+            why = f"since data.test holds out a part of {name}*; leave data.test out to test on it"
+            log_once(f"data.name={str(folder)!r}: {few(left, 4)} will not be used, {why}")
+        error_if(
+            len(kinds) > 1,
+            f"data.name={str(folder)!r}: the files of {name or 'the data'!r} are {', '.join(kinds)}; expected one kind",
+            f", found {', '.join(tables[suffix][0].name for suffix in kinds)}",
+        )
         if kinds:
             check_rights(folder, *tables[kinds[0]])
             return readers[kinds[0]](folder, tables[kinds[0]])
-        there = sorted(folder.glob(f"{name}*/")) if name else []
-        rows = [row for path in there for row in _matching(path, _pictures(path), _CLASS)] if name else _whole(folder)
+        rows = _labelled(there) if name else _whole(folder)
         if there and not rows:
             raise DataError(
                 f"data.name={str(folder)!r}: the folder of {name!r} contains no images in folders of classes; expected "
@@ -185,28 +181,55 @@ def _split(folder: Path, part: str, given: str | None, source: Source, readers: 
         f"data.name={str(folder)!r}: no {names[0]}*.parquet (or .csv, .npz) for data.{part}={names[0]!r}; "
         f"images work too, as {names[0]}/CLASS/*.png, or CLASS/*.png or DOMAIN/CLASS/*.png with data.test: 0.2"
         + ("; without test files, set data.test: 0.2 to hold out a share" if part == "test" else ""),
-        f". The folder contains {_content(folder, '*') or 'nothing'}",
+        f". The folder contains {content_of(folder, '*') or 'nothing'}",
     )
 
 
+def _tables(folder: Path, name: str) -> dict[str, list[Path]]:
+    """The files of a split by their suffix, in the folder or else one level below it."""
+    found = {end: sorted(folder.glob(f"{name}*{end}")) or sorted(folder.glob(f"*/{name}*{end}")) for end in _READERS}
+    return {suffix: files for suffix, files in found.items() if files}
+
+
+def _labelled(folders: Iterable[Path]) -> list[Row]:
+    return [row for path in folders for row in _matching(path, _pictures(path), _CLASS)]
+
+
+def has_splits(source: Source, path: Path) -> bool:
+    """Whether this is a folder that a site trains on; one of new images may have one called train_0.png."""
+    name = source.train or "train"
+    return path.is_dir() and bool(_tables(path, name) or _labelled(path.glob(f"{name}*/")))
+
+
 def _load(folder: Path, files: Sequence[Path]) -> Rows:
+    """With `datasets` the files may be larger than the memory."""
     paths = list(map(str, files))
-    return _read(folder, repr(paths[0]), _datasets().load_dataset, "parquet", data_files=paths, split="train")
+    try:
+        load = functools.partial(_datasets().load_dataset, "parquet", data_files=paths, split="train")
+    except ImportError:
+        load = functools.partial(parquet.read_table, paths)
+    return _read(folder, repr(paths[0]), load)
 
 
 def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows:
     """Columns are texts if their values are not numbers, or if they are among `texts`.
 
     An empty field, NA, NaN or null without quotes is a missing value. The first line shows whether columns are
-    separated by commas, semicolons or tabs. Beside semicolons, numbers may have decimal commas.
+    separated by commas, semicolons, tabs or bars, and it may be `sep=;`. Beside semicolons, numbers may have decimal
+    commas. Spreadsheets write UTF-8 or UTF-16. Files one level below have a column with the name of their folder.
     """
 
     def table(file: Path) -> Any:
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            mark = max(",;\t", key=lines.readline().count)
+        with file.open("rb") as stream:
+            coding = "utf-16" if stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8"
+        with file.open(encoding=coding, errors="replace") as lines:
+            first = lines.readline()
+        said = re.match(r'\ufeff?"?sep=(.)"?$', first)
+        mark = said[1] if said else max(",;\t|", key=first.count)
         found = [
             csv.read_csv(
                 file,
+                read_options=csv.ReadOptions(encoding=coding, skip_rows=int(said is not None)),
                 parse_options=csv.ParseOptions(delimiter=mark),
                 convert_options=csv.ConvertOptions(
                     strings_can_be_null=True,
@@ -217,35 +240,38 @@ def _csv(folder: Path, files: Sequence[Path], texts: Sequence[str] = ()) -> Rows
             )
             for point in (".," if mark == ";" else ".")
         ]
+        found = [each.rename_columns([name.strip() for name in each.column_names]) for each in found]
         ((column, number),) = Counter(found[0].column_names).most_common(1)
-        if number > 1:
-            raise DataError(
-                f"data.name={str(folder)!r}: {file.name} has {number} columns {column!r}; rename all but one"
-            )
+        error_if(
+            number > 1,
+            f"data.name={str(folder)!r}: {file.name} has {number} columns {column!r}; rename all but one",
+        )
         # Columns that are no numbers with points may be numbers with commas.
         words = [field.name for field in found[0].schema if pa.types.is_string(field.type)]
         return pa.table({name: found[-(name in words)].column(name) for name in found[0].column_names})
 
     tables = [_read(folder, repr(str(file)), table, file) for file in files]
+    for place, (file, each) in enumerate(zip(files, tables, strict=True)):
+        if file.parent != folder and FOLDER not in each.column_names:
+            tables[place] = each.append_column(FOLDER, pa.array([file.parent.name] * len(each)))
     whole = _read(folder, "the tables", pa.concat_tables, tables, promote_options="permissive")
-    if wrong := [field.name for field in whole.schema if pa.types.is_binary(field.type)]:
-        raise DataError(
-            f"data.name={str(folder)!r}: the column {wrong[0]!r} contains text that isn't UTF-8; save the file as UTF-8"
-        )
+    for field in whole.schema:
+        problem = f"the column {field.name!r} contains text that isn't UTF-8; save the file as UTF-8"
+        error_if(pa.types.is_binary(field.type), f"data.name={str(folder)!r}: {problem}")
     return whole
 
 
 def _npz(folder: Path, files: Sequence[Path]) -> Rows:
     """The arrays of a file by their names."""
-    if len(files) > 1:
-        raise DataError(
-            f"data.name={str(folder)!r} has {len(files)} .npz files of a split; expected one",
-            f", such as {files[0].name}",
-        )
+    error_if(
+        len(files) > 1,
+        f"data.name={str(folder)!r} has {len(files)} .npz files of a split; expected one",
+        f", such as {files[0].name}",
+    )
     return _read(folder, repr(str(files[0])), lambda file: dict(np.load(file)), files[0])
 
 
-_READERS: Readers = {".parquet": _load, ".csv": _csv, ".npz": _npz}
+_READERS: Readers = {".parquet": _load, ".csv": _csv, ".tsv": _csv, ".npz": _npz}
 
 
 def _read(folder: Path, what: str, function: Callable[..., Rows], *arguments: object, **options: object) -> Rows:
@@ -262,58 +288,6 @@ def _root(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return named.in_a_line(error)
-
-
-# --- where data are ------------------------------------------------------------
-
-
-def local(source: Source, entry: Entry | None) -> Path | None:
-    """The file or folder of the data set on this machine, if it has one; DataError if it should have one."""
-    name, key = source.name, "data.root" if source.root else "FEDBN_DATA"
-    root, folder = source.root or os.environ.get("FEDBN_DATA"), named.path_of(name)
-    if not name.startswith((".", "/", "~")):
-        if root and (base := named.path_of(root)) and (base / name).exists():
-            folder = base / name
-        elif root and (entry is not None or not base.is_dir()):
-            hub = f", or leave out {key} to load {entry.hub!r} from the Hugging Face hub" if entry and entry.hub else ""
-            raise DataError(
-                f"{key} has no folder {name!r}; put a copy of the data there, as {name}/{hub}",
-                f". {key}={root!r} contains {_content(base, '[!.]*/') or 'none'}",
-            )
-        elif entry is not None or not folder.exists():
-            return None
-    check_rights(folder)
-    if not folder.exists():
-        where = folder.absolute().parent
-        raise DataError(
-            f"data.name={str(folder)!r}: there is no such file or folder; give a table (.csv, .parquet, .npz), a "
-            "folder with train*.parquet and test*.parquet, a name that `fedbn list datasets` shows, or the name of a "
-            "data set on the Hugging Face hub",
-            f". {str(where)!r} " + (f"contains {_content(where) or 'nothing'}" if where.is_dir() else "is no folder"),
-        )
-    return folder
-
-
-def _content(folder: Path, pattern: str = "[!.]*") -> str:
-    """The first names in a folder, for errors."""
-    return ", ".join(sorted(path.name for path in folder.glob(pattern))[:12])
-
-
-def check_rights(name: Path, *below: Path) -> None:
-    """Raise an error for files that this process may not read; a site's server does not see their names.
-
-    Without this, names in a folder without the right x are reported as if they were missing.
-    """
-    above = list(reversed(name.absolute().parents))
-    for path in (*above, name, *below):
-        rights = os.X_OK if path in above else os.R_OK | os.X_OK if path.is_dir() else os.R_OK
-        if path.exists() and not os.access(path, rights, effective_ids=True):
-            status = path.stat()
-            raise DataError(
-                f"{str(name)!r} cannot be read by the user of this process, uid {os.geteuid()}; give this "
-                "user the right to read it and all in it, for instance by chmod -R a+rX or an access control list",
-                f": {str(path)!r} has the rights {stat.filemode(status.st_mode)} and belongs to uid {status.st_uid}",
-            )
 
 
 # --- image files -------------------------------------------------------------
@@ -389,23 +363,23 @@ def _of_domains(folder: Path, entry: Entry | None, names: Mapping[str, str]) -> 
     there = [name for name in there if entry is None or name in {*entry.domains, *lists}]
     listed = [name for name in there if name in lists]
     images = {name: _pictures(folder / name) for name in there if name not in lists and (entry or listed)}
-    if listed and any(images.values()):
-        raise DataError(
-            f"data.name={str(folder)!r}: some domains have lists DOMAIN_train.txt and DOMAIN_test.txt, others have "
-            "none; expected them for all, or for none",
-            f": {', '.join(name for name, files in images.items() if files)} have none",
-        )
+    error_if(
+        listed and any(images.values()),
+        f"data.name={str(folder)!r}: some domains have lists DOMAIN_train.txt and DOMAIN_test.txt, others have "
+        "none; expected them for all, or for none",
+        f": {', '.join(name for name, files in images.items() if files)} have none",
+    )
     found: dict[str, list[Row]] = {part: [] for part in names}
     for domain, (part, name) in itertools.product(listed, names.items()):
         file = folder / f"{domain}_{name}.txt"
         lines = _read(folder, repr(str(file)), file.read_text, encoding="utf-8").strip().splitlines()
         for number, line in enumerate(lines, start=1):
             rows = _matching(folder, [line.strip().rpartition(" ")[0]], r"(.*/)?(?P<label>[^/]+)/[^/]+")
-            if not rows or not line.strip().rpartition(" ")[2].isdecimal():
-                raise DataError(
-                    f"data.name={str(folder)!r}: cannot read its files",
-                    f": {str(file)!r}: line {number}, {line!r}, is not of the form DOMAIN/CLASS/FILE NUMBER",
-                )
+            error_if(
+                not rows or not line.strip().rpartition(" ")[2].isdecimal(),
+                f"data.name={str(folder)!r}: cannot read its files",
+                f": {str(file)!r}: line {number}, {line!r}, is not of the form DOMAIN/CLASS/FILE NUMBER",
+            )
             found[part] += [{**row, "domain": domain} for row in rows]
     for domain, files in images.items():
         classes = itertools.groupby(_matching(folder / domain, files, _CLASS), lambda row: row["label"])
@@ -425,7 +399,7 @@ def _cityscapes(folder: Path, part: str, name: str | None) -> list[Row]:
     if not rows:
         raise DataError(
             f"data.name={str(folder)!r}: no leftImg8bit/{split}/CITY/NAME_leftImg8bit.png",
-            f"; leftImg8bit/ contains {_content(images.parent, '[!.]*/') or 'nothing'}",
+            f"; leftImg8bit/ contains {content_of(images.parent, '[!.]*/') or 'nothing'}",
         )
     for row in rows:
         mask = folder / "gtFine" / split / f"{row['mask']}_gtFine_labelIds.png"

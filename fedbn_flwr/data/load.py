@@ -19,17 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from fedbn_flwr import named, seeding
-from fedbn_flwr.errors import DataError, MissingPackage, SettingsError, log_once, needs
+from fedbn_flwr.errors import DataError, MissingPackage, SettingsError, error_if, log_once, needs
 from fedbn_flwr.trees import Draft, Tree
 
 from .catalogue import CATALOGUE, Entry
 from .columns import read
 from .dataset import DataSet
-from .examples import Streamed
-from .folders import local, open_splits
+from .folders import open_splits
+from .located import located
 from .source import PARTS, Source
 from .table import Table, joined, table_of
 
@@ -43,7 +42,9 @@ def load(source: Source) -> DataSet:
     with needs("data", f"{KEY}={name!r}"):
         dataset = random_images(source, entry) if source.random else _read(source, entry)
     if not source.random and source.class_names not in ((), names := dataset.class_names):
-        raise SettingsError(f"data.class_names is {list(source.class_names)}, but {name!r} has {list(names)}")
+        raise SettingsError(
+            f"data.class_names is {list(source.class_names)}, but {name!r} has others", f": {list(names)}"
+        )
     if dataset.is_image and source.pixels not in (None, dataset.size):
         raise SettingsError(
             f"data.size is {source.size}, but {name!r} has arrays of {'x'.join(map(str, dataset.size))} pixels, and "
@@ -57,12 +58,12 @@ def load(source: Source) -> DataSet:
 
 def _read(source: Source, entry: Entry | None) -> DataSet:
     is_own, is_embedded = named.is_name(source.name), entry is not None and bool(entry.embedded)
-    folder = None if is_own or is_embedded else local(source, entry)
-    if source.revision is not None and (is_own or is_embedded or folder):
-        raise DataError(
-            f"data.revision is {source.revision!r}, which is for data sets of the hub, but "
-            f"{str(folder or source.name)!r} is read"
-        )
+    folder = located(source)
+    error_if(
+        source.revision is not None and (is_own or is_embedded or folder),
+        f"data.revision is {source.revision!r}, which is for data sets of the hub, but "
+        f"{str(folder or source.name)!r} is read",
+    )
     if not (is_own or is_embedded):
         return read(source, *open_splits(source, folder, entry))
     if is_embedded and named.path_of(source.name).exists():
@@ -87,10 +88,10 @@ def _returned(source: Source, parts: Sequence[str]) -> Tree:
     offered = {} if source.root is None or "root" in source.options else {"root": source.root}
     with seeding.streams(seeding.seed_for(0, "own data")):
         taken = named.accepted(named.load(KEY, name), offered)
-        if offered.keys() > taken.keys():
-            raise DataError(
-                f"{KEY}={name!r} has no parameter 'root', by which it gets data.root, at a site the folder data-path"
-            )
+        error_if(
+            offered.keys() > taken.keys(),
+            f"{KEY}={name!r} has no parameter 'root', by which it gets data.root, at a site the folder data-path",
+        )
         found = named.call(KEY, name, **taken, **source.options)
         if not isinstance(found, Mapping) or not all(part in found for part in parts):
             keys = f" with {', '.join(map(repr, found))}" if isinstance(found, Mapping) else ""
@@ -101,19 +102,14 @@ def _returned(source: Source, parts: Sequence[str]) -> Tree:
         if all(hasattr(found[part], "features") for part in parts):  # splits of `datasets`
             return found
         # Read here, where its draws are seeded.
-        splits = {part: _columns(f"{KEY}={name!r}: {part}", found[part], source.memory) for part in parts}
-        if any(isinstance(split.get("inputs"), Streamed) for split in splits.values()):
-            for split in splits.values():  # the smaller one may be in memory
-                if not isinstance(split["inputs"], Streamed):
-                    split["inputs"] = Streamed([(row,) for row in split["inputs"]], torch.arange(len(split["inputs"])))
-        return {**found, **splits}
+        return {**found, **{part: _columns(f"{KEY}={name!r}: {part}", found[part]) for part in parts}}
 
 
 _USUAL = ("inputs", "labels", "domains")  # in a torch `Dataset`, in this order
 
 
-def _columns(where: str, split: Any, memory: float) -> Draft:
-    """A split as a mapping of arrays by name; the inputs of a `Dataset` of more than `memory` GiB stay in it."""
+def _columns(where: str, split: Any) -> Draft:
+    """A split as a mapping of arrays by name."""
     if isinstance(split, Mapping):
         return {key: values for key, values in split.items() if values is not None}
     if isinstance(split, list | tuple) and len(split) == 2:
@@ -126,14 +122,8 @@ def _columns(where: str, split: Any, memory: float) -> Draft:
             f"{where} is a {type(split).__name__} with {what}; expected a pair (inputs, labels), a mapping of arrays, "
             "or a Dataset of pairs (inputs, label)"
         )
-    is_large = count * np.asarray(first[0]).nbytes > memory * 2**30
     items = itertools.chain([first], map(split.__getitem__, range(1, count)))
-    rows = ([None if is_large else item[0], *item[1:]] for item in items)
-    known = getattr(split, "targets", None) if is_large and len(first) == 2 else None  # as in torchvision
-    columns = (
-        dict(zip(_USUAL, map(list, zip(*rows, strict=True)), strict=False)) if known is None else {"labels": known}
-    )
-    return {**columns, "inputs": Streamed(split, torch.arange(count))} if is_large else columns
+    return dict(zip(_USUAL, map(list, zip(*items, strict=True)), strict=False))
 
 
 def embedded(name: str) -> Tree:

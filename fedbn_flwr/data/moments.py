@@ -1,7 +1,8 @@
 """Mean and deviation of each feature or channel: the sums of a part of the data, and the moments of several parts.
 
 The sums are exact, so the moments of a union do not depend on how its rows are split: a federation whose sites agree on
-them trains the same model, bit for bit, as a simulation with all data in one place.
+them trains the same model, bit for bit, as a simulation with all data in one place, unless a site must not tell the
+sums of a column (`disclosed`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from fedbn_flwr.batch import Value
 from fedbn_flwr.errors import DataError
 
 from . import Moments
-from .examples import MASK, Streamed, main_input
+from .examples import MASK, main_input
 
 PARTS = 3  # float64 numbers of an exact sum: 159 bits
 ROWS = (
@@ -36,12 +36,7 @@ def sums_of(inputs: Value) -> Sums:
     Bytes count from 0 to 1. Missing values (NaN) do not count, nor do padded ones.
     """
     mask = inputs.get(MASK) if isinstance(inputs, Mapping) else None  # [N, last side]
-    whole: Any = main_input(inputs)
-    if isinstance(whole, Streamed):
-        parts = [
-            totals(column) for column in np.stack([sums_of(whole[rows]) for rows in whole.chunks], -1).swapaxes(0, 1)
-        ]
-        return np.array([[float(count), *_parts(total), *_parts(square)] for count, total, square in parts]).T
+    whole = main_input(inputs)
     if whole.dtype not in (torch.float32, torch.uint8):
         return np.empty((ROWS, 0))
     found = []
@@ -81,13 +76,16 @@ def _parts(value: Fraction) -> list[float]:
     return parts
 
 
-def moments_from(sites: Sequence[Sums], names: Sequence[str] = ()) -> Moments:
-    """Mean and standard deviation of each column over all sites; a column of equal values has the deviation 1."""
+def moments_from(sites: Sequence[Sums], names: Sequence[str] = (), *, told: bool = False) -> Moments:
+    """Mean and standard deviation of each column over all sites; a column of equal values has the deviation 1.
+
+    So has a column of which no site told its sums, with the mean 0, where sites keep some of them.
+    """
     means: list[float] = []
     deviations: list[float] = []
     for column in np.stack(sites, axis=-1).swapaxes(0, 1):
         count, mean, deviation = moments_of(column)
-        if not count:
+        if not (count or told):
             name = repr(names[len(means)]) if names else len(means)
             raise DataError(f"column {name} of the inputs has no value in any row; leave it out of data.inputs")
         means.append(mean)
@@ -96,10 +94,10 @@ def moments_from(sites: Sequence[Sums], names: Sequence[str] = ()) -> Moments:
 
 
 def moments_of(column: NDArray[np.float64]) -> tuple[int, float, float]:
-    """The number of values of a column, [ROWS] or [ROWS, sites], their mean and their standard deviation."""
+    """The number of values of a column, [ROWS] or [ROWS, sites], their mean and their standard deviation; or zeros."""
     count, total, square = totals(column)
     if not count:
-        return 0, math.nan, math.nan
+        return 0, 0.0, 0.0
     mean, variance = total / count, square / count - (total / count) ** 2
     # That of equal values is not zero where their sum, such as one of 1/255, takes more bits than are sent.
     return count, float(mean), math.sqrt(variance) if variance > mean**2 / 2**96 else 0.0

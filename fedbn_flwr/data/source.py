@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, PlainSerializer, Tag, model_validator
 
@@ -14,6 +14,7 @@ from fedbn_flwr.trees import Tree
 from . import Size
 
 PARTS = ("train", "test")
+FOLDER = "folder"  # the column with the names of the folders of tables one level below
 
 Side = Annotated[int, Field(gt=0, le=10_000)]
 Pixels = Annotated[
@@ -108,8 +109,8 @@ class Source(Section):
     name: str = setting(
         "digits",
         "`digits` (1,797 images of 8x8 pixels), another name that `fedbn list datasets` shows, a folder (`./digits` if "
-        "it has such a name), or a name on the Hugging Face hub; see [Data](data.md); or `module:callable`, a [data "
-        "set of your own](own-parts.md#data-set)",
+        "it has such a name), `./site/*` for folders of tables that are a client each, or a name on the Hugging Face "
+        "hub; see [Data](data.md); or `module:callable`, a [data set of your own](own-parts.md#data-set)",
     )
     options: Tree = setting({}, "arguments of a data set `module:callable`, see [Your own parts](own-parts.md)")
     root: str | None = setting(None, "a folder of local copies: `root/cifar10` is read instead of the hub")
@@ -160,7 +161,7 @@ class Source(Section):
         {}, "the values of text columns, `{sex: [f, m]}`: each value becomes an input of 0 or 1"
     )
     ranges: Ranges = setting(
-        {}, "`{age: [0, 120]}`: values outside these limits raise an error that says how many there are"
+        {}, "`{age: [0, 120]}`: values outside these limits raise an error; a site's log says how many there are"
     )
     missing: Literal["mean", "drop"] | None = setting(
         None,
@@ -205,6 +206,15 @@ class Source(Section):
     random: bool = setting(
         False, "random examples in the shape of the data set, which isn't read; accuracies then mean nothing"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _folders_are_clients(cls, given: Any) -> Any:
+        """`./site/*` is `./site` with a group, and so by default a client, for each folder."""
+        if not (isinstance(given, Mapping) and str(given.get("name")).endswith("/*")):
+            return given
+        natural = {"partition": {"kind": "natural"}} if "partition" in cls.model_fields else {}
+        return {"group": FOLDER, **natural, **given, "name": str(given["name"])[:-2]}
 
     @model_validator(mode="after")
     def _classes_are_counted(self) -> Self:

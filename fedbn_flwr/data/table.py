@@ -7,6 +7,7 @@ their bytes or by their paths. Whatever comes later finds its columns by name.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -21,9 +22,7 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from fedbn_flwr.errors import DataError, few
-
-from .examples import Streamed
+from fedbn_flwr.errors import DataError, error_if, few
 
 PICTURES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"}
 FILE = pa.struct({"bytes": pa.binary(), "path": pa.string()})  # an image: its content, or where it is
@@ -37,7 +36,6 @@ class Table:
     columns: pa.Table
     counts: tuple[int, ...]  # the rows of the training split, and of the test split, if there is one
     classes: Mapping[str, Names] = field(default_factory=dict)  # all names of classes, by the columns that have them
-    items: Any = None  # a torch `Dataset` larger than the memory; the column `inputs` has the numbers of its items
     fingerprint: str = ""  # of the content of image files in columns
     commit: str | None = None  # of the hub's repository that it is from
     only_train: Names = ()  # the columns that the test split does not have
@@ -46,7 +44,7 @@ class Table:
         return len(self.columns)
 
     def __str__(self) -> str:
-        shown = [f"{name} ({self.kind(name)})" for name in self.names[:_SHOWN]]
+        shown = [f"{name if name == name.strip() else repr(name)} ({self.kind(name)})" for name in self.names[:_SHOWN]]
         return ", ".join(shown) + (f", ... ({len(self.names)} columns)" if len(self.names) > _SHOWN else "")
 
     @cached_property
@@ -64,8 +62,9 @@ class Table:
         columns = self.columns[self.splits[part]]
         return replace(self, columns=columns, counts=(len(columns),))
 
-    def place(self, row: int) -> str:
-        train = self.counts[0]
+    def first(self, is_so: np.ndarray) -> str:
+        """The place of the first row of which this is so."""
+        row, train = int(is_so.argmax()), self.counts[0]
         return f"row {row} of train" if row < train else f"row {row - train} of test"
 
     def with_columns(self, new: Mapping[str, Any]) -> Table:
@@ -81,8 +80,7 @@ class Table:
             return "ClassLabel"
         if kind == FILE:
             return "Image"
-        is_streamed = column == "inputs" and self.items is not None
-        if is_streamed or pa.types.is_fixed_size_list(kind) or isinstance(kind, pa.BaseExtensionType):
+        if pa.types.is_fixed_size_list(kind) or isinstance(kind, pa.BaseExtensionType):
             return "array"
         if pa.types.is_nested(kind):
             return "list"
@@ -101,9 +99,7 @@ class Table:
     # --- values ---
 
     def rows(self, where: str, column: str) -> Any:
-        """The values of all rows, NaN where a number is missing: an array, or what reads one when it is needed."""
-        if column == "inputs" and self.items is not None:
-            return Streamed(self.items, torch.arange(len(self)))
+        """The values of all rows, NaN where a number is missing."""
         values, shape = self.columns[column], [len(self)]
         if pa.types.is_decimal(values.type) or (pa.types.is_boolean(values.type) and values.null_count):
             values = values.cast(pa.float64())
@@ -111,12 +107,11 @@ class Table:
             values = values.cast(values.type.storage_type)
         while pa.types.is_nested(values.type):
             sides = pc.unique(pc.list_value_length(values)).to_pylist() or [0]
-            if len(sides) > 1:
-                raise DataError(
-                    f"{where}: {column!r} has arrays of several shapes, with sides of {few(map(str, sides), 4)}; "
-                    "expected one shape; pad series to one length, and give their masks too: data.inputs: [inputs, "
-                    "mask]"
-                )
+            error_if(
+                len(sides) > 1,
+                f"{where}: {column!r} has arrays of several shapes, with sides of {few(map(str, sides), 4)}; "
+                "expected one shape; pad series to one length, and give their masks too: data.inputs: [inputs, mask]",
+            )
             shape.append(sides[0])
             values = pc.list_flatten(values)
         return _numpy(values).reshape(shape)
@@ -124,6 +119,8 @@ class Table:
     def coded(self, column: str) -> tuple[list[Any], np.ndarray]:
         """The different values of a column, and the place of each row's value among them, -1 where it has none."""
         values = _whole(self.columns[column])
+        if pa.types.is_null(values.type):
+            return [], np.full(len(self), -1)
         if self.is_array(column):  # an array [N, 1] is [N]
             values = pa.array(self.rows("", column).reshape(len(self), -1)[:, 0])
         if pa.types.is_floating(values.type):
@@ -169,19 +166,22 @@ def table_of(name: str, split: Any, inputs: Names = (), folder: Path = Path()) -
             if not isinstance(each, np.ndarray) or (each.ndim > 0 and each.size > 0)
         }
         columns = {key: _column(f"{name!r}: {key!r}", each) for key, each in given.items()}
-        if len(lengths := {len(column) for column in columns.values()}) > 1:
-            found = ", ".join(f"{len(column)} {key}" for key, column in columns.items())
-            raise DataError(f"{name!r} has {found}; expected as many")
-        items = [each.items for each in given.values() if isinstance(each, Streamed)]
-        return Table(pa.table(columns), tuple(lengths or (0,)), items=items[0] if items else None)
+        lengths = {len(column) for column in columns.values()}
+        found = ", ".join(f"{len(column)} {key}" for key, column in columns.items())
+        error_if(len(lengths) > 1, f"{name!r} has {found}; expected as many")
+        return Table(pa.table(columns), tuple(lengths or (0,)))
     if isinstance(split, pa.Table):
-        table = Table(split, (len(split),))
+        features = (
+            json.loads((split.schema.metadata or {}).get(b"huggingface", "{}")).get("info", {}).get("features", {})
+        )
+        classes = {column: tuple(kind["names"]) for column, kind in features.items() if "names" in kind}
+        table = Table(split, (len(split),), classes)
     else:
         split = split if split._indices is None else split.flatten_indices()
         classes = {column: tuple(kind.names) for column, kind in split.features.items() if hasattr(kind, "names")}
         urls = "\n".join(getattr(split.info, "download_checksums", None) or ())
         commit = re.search(r"@([0-9a-f]{40})/", urls)
-        table = Table(split.data.table, (len(split),), classes, None, split._fingerprint, commit and commit[1])
+        table = Table(split.data.table, (len(split),), classes, split._fingerprint, commit and commit[1])
     return table.with_columns({column: _typed(table, column, inputs, folder) for column in table.names})
 
 
@@ -212,8 +212,6 @@ def _as_files(given: pa.Array) -> pa.Array:
 
 def _column(where: str, given: Any) -> pa.Array:
     """The values of all examples; arrays of numbers are not copied."""
-    if isinstance(given, Streamed):
-        return pa.array(given.rows.numpy())
     try:
         if isinstance(given, Mapping):
             raise TypeError("a mapping; several arrays are columns, whose names are in data.inputs, such as [a, b]")
@@ -257,13 +255,13 @@ def joined(name: str, train: Table, test: Table | None = None) -> Table:
         columns = pa.concat_tables(parts, promote_options="permissive")
     except pa.ArrowException as error:
         raise DataError(
-            f"{name!r}: train and test have columns of different types; expected the same: {error}"
+            f"{name!r}: train and test have columns of different types; expected the same",
+            f": {error}",
         ) from None
     return replace(
         train,
         columns=columns,
         counts=(len(train), len(test)),
-        items=train.items and torch.utils.data.ConcatDataset([train.items, test.items]),
         fingerprint=train.fingerprint + test.fingerprint,
         only_train=tuple(column for column in train.names if column not in known),
     )

@@ -6,20 +6,15 @@ Code that needs a capability asks `capabilities(grid)` and never checks the grid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Message
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import LOG, RunFailed
 
-if TYPE_CHECKING:  # imported only when a strategy uses exchanges
-    from flwr.proto.node_pb2 import NodeInfo
-    from flwr.supercore.run import Run  # elsewhere in other versions of Flower
-
-    from fedbn_flwr.exchange.carriers import Answers
-    from fedbn_flwr.exchange.codec import Agreement, Contribution
+if TYPE_CHECKING:
     from fedbn_flwr.messages.aggregate import Arrays
 
 
@@ -47,26 +42,8 @@ class Capabilities:
         """
         return None
 
-    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
-        """Continue the layer-wise rounds that wait in this engine's processes, up to the next exchange.
-
-        Return each node's contribution, or the reason why there is none; a node that takes more than `timeout` seconds
-        has no entry. An engine that cannot do this returns None, and each node gets a message instead.
-        """
-        return None
-
     def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
         """Count an exchange that bypassed the grid, if there is a ledger; may be called from any thread."""
-
-    def report(self, what: str, done: int, total: int) -> None:
-        """Show the progress within a round, if it is watched; may be called from any thread."""
-
-
-@runtime_checkable
-class ContinuesParked(Protocol):
-    """A ClientApp that continues a node's parked layer-wise round without a message."""
-
-    def continue_parked(self, context: Context, agreement: Agreement) -> Contribution: ...
 
 
 def capabilities(grid: Grid) -> Capabilities:
@@ -99,57 +76,22 @@ def wait_for_nodes(
     return nodes
 
 
+class _OfInner:
+    """The attribute of the same name of the grid inside, or its capability."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, around: GridAround, owner: type) -> Any:
+        return getattr(around.inner if hasattr(Grid, self._name) else capabilities(around.inner), self._name)
+
+
 class GridAround(Capabilities, Grid):
-    """A grid that passes all calls on to another one, including capabilities; subclasses override some."""
+    """A grid that has all of another one, its capabilities included; subclasses override some."""
 
     def __init__(self, inner: Grid) -> None:
         self.inner = inner  # the grid that does the work
 
-    # --- Flower's interface ---
-
-    @property
-    def run(self) -> Run:
-        return self.inner.run
-
-    def set_run(self, run: Run) -> None:
-        self.inner.set_run(run)
-
-    def create_message(
-        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
-    ) -> Message:
-        return self.inner.create_message(content, message_type, dst_node_id, group_id, ttl)
-
-    def get_node_ids(self) -> Iterable[int]:
-        return self.inner.get_node_ids()
-
-    def get_nodes(self) -> Iterable[NodeInfo]:
-        return self.inner.get_nodes()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        return self.inner.push_messages(messages)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return self.inner.pull_messages(message_ids)
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        return self.inner.send_and_receive(messages, timeout=timeout)
-
-    # --- capabilities ---
-
-    def start(self) -> int | None:
-        return capabilities(self.inner).start()
-
-    def observe(self, on_reply: OnReply, given_up: GivenUp = tuple) -> None:
-        capabilities(self.inner).observe(on_reply, given_up)
-
-    def contexts(self) -> Mapping[int, Context] | None:
-        return capabilities(self.inner).contexts()
-
-    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
-        return capabilities(self.inner).continue_parked(nodes, agreement, timeout)
-
-    def count_exchange(self, up: Sequence[Arrays], down: Sequence[Arrays]) -> None:
-        capabilities(self.inner).count_exchange(up, down)
-
-    def report(self, what: str, done: int, total: int) -> None:
-        capabilities(self.inner).report(what, done, total)
+    run, set_run, create_message, get_node_ids, get_nodes = _OfInner(), _OfInner(), _OfInner(), _OfInner(), _OfInner()
+    push_messages, pull_messages, send_and_receive = _OfInner(), _OfInner(), _OfInner()
+    start, observe, contexts, count_exchange = _OfInner(), _OfInner(), _OfInner(), _OfInner()

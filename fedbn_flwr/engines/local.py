@@ -9,43 +9,27 @@ To run outside of Flower's runtime, it uses three of Flower's internals: `TaskId
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import Annotated, Self
 
 from annotated_types import Ge
 from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, client_number
 from fedbn_flwr.declared import checked
-from fedbn_flwr.errors import MissingPackage, install
+from fedbn_flwr.internals import ErrorCode, Run, TaskIdentity
 from fedbn_flwr.messages.arrays import pack, record_of
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
 
-from .capabilities import Capabilities, ContinuesParked, GivenUp, OnReply
+from .capabilities import Capabilities, GivenUp, OnReply
 from .pool import ForkPool, Nodes, Pool
-
-if TYPE_CHECKING:  # imported only when a strategy uses exchanges
-    from fedbn_flwr.exchange.carriers import Answers
-    from fedbn_flwr.exchange.codec import Agreement
-
-_FLOWER = ("1.41", "1.42")
-if not (_found := importlib.metadata.version("flwr")).startswith(tuple(f"{version}." for version in _FLOWER)):
-    raise MissingPackage(
-        f"the local engine needs Flower {' and '.join(_FLOWER)}, because it uses Flower's internals; found {_found}. "
-        f"To install a version that works: {install('run')}. Strategies and clients work with other versions too"
-    )
-
-from flwr.supercore.run import Run  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
 
 _POLL = 0.01  # seconds between looks at the pool, in a thread
 
@@ -60,7 +44,8 @@ class LocalGrid(Capabilities, Grid):
     num_nodes
         Number of nodes; node i has `partition-id` i and `num-partitions` in its node config, as in Flower's simulation.
     workers
-        Number of forked processes that serve the nodes; with 0 (default) this process does.
+        Number of forked processes that serve the nodes; with 0 (default) this process does. Threads that a library has
+        started in this process, as JAX and TensorFlow do, are missing in forked ones; then leave it 0.
     pool
         Makes what serves the nodes instead, a `Pool` of `engines.pool`, for instance `partial(CohortPool, most=10)`.
     threads
@@ -212,10 +197,6 @@ class LocalGrid(Capabilities, Grid):
             client_number(context): record_of({**arrays, **pack(NodeState(context.state).load(LOCAL_ARRAYS))})
             for context in self.contexts().values()
         }
-
-    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers | None:
-        is_able = isinstance(self._nodes.client_app, ContinuesParked)
-        return self._pool.continue_parked(nodes, agreement, timeout) if is_able else None
 
     def close(self) -> None:
         """End the workers."""

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from flwr.app import Error, Message
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import LOG, few
+from fedbn_flwr.internals import SUPERLINK_NODE_ID, ErrorCode, PullObjectRequest, PullObjectResponse
 
-from .capabilities import GivenUp, GridAround, OnReply
+from .capabilities import Capabilities, GivenUp, GridAround, OnReply
 
 if TYPE_CHECKING:
-    from flwr.proto.node_pb2 import NodeInfo
+    from fedbn_flwr.internals import NodeInfo
 
 _PAUSE = 0.05  # seconds before the first polls
 _LONGEST_PAUSE = 3.0  # seconds, as in Flower's own grid
@@ -28,12 +29,15 @@ _PAUSE_SHARE = 0.05  # the pause before the next poll, as a share of the time th
 _RESTART_CHECK = 5.0  # seconds between checks for restarted nodes
 _FIRST_WARNING = 60.0  # seconds until the log says how many replies are missing; doubles each time
 _OUTAGE = 60.0  # seconds for which the SuperLink may answer a request with an internal error
+_PART_PAUSE = 1.0  # seconds between requests for a part of a reply that a site is still uploading
 
 Item = TypeVar("Item")
 
 
 def poll_often(grid: Grid) -> Grid:
-    """Make the grid of a Flower ServerApp poll for replies at short intervals."""
+    """Make the grid of a Flower ServerApp poll for replies at short intervals; those of this package don't poll."""
+    if isinstance(grid, Capabilities):
+        return grid
     if hasattr(grid, "pull_interval"):  # the simulation's, 0.1 s by default
         grid.pull_interval = 0.02
         return grid
@@ -43,7 +47,9 @@ def poll_often(grid: Grid) -> Grid:
 class PollingGrid(GridAround):
     """A grid whose `send_and_receive` polls for replies at growing intervals.
 
-    It also works around three of Flower's faults. The SuperLink reports a lost node with its own node id; here the
+    It also works around four of Flower's faults. Flower's grid waits for 180 s and more, past its own timeout, for the
+    rest of a reply if the site lost its connection in mid-upload; here such a reply becomes an error at the timeout,
+    and the others arrive. The SuperLink reports a lost node with its own node id; here the
     error has the id of the lost node. If a SuperNode restarts, it has lost its messages, but the SuperLink sees it
     online and Flower's grid waits until its timeout; here the missing reply becomes an error after some seconds. And
     Flower repeats a request after a lost connection, but not after an internal error of the SuperLink, such as a
@@ -53,6 +59,10 @@ class PollingGrid(GridAround):
     def __init__(self, grid: Grid) -> None:
         super().__init__(grid)
         self._observers: list[tuple[OnReply, GivenUp]] = []
+        self._end = math.inf  # when the current timeout is over
+        self.name: Callable[[int], str] = "node {}".format  # of a node, in the log
+        if (client := getattr(grid, "_runtime_client", None)) is not None:  # Flower's, for requests to the SuperLink
+            client.PullObject = functools.partial(self._pull_part, client.PullObject)
 
     def observe(self, on_reply: OnReply, given_up: GivenUp = tuple) -> None:
         self._observers.append((on_reply, given_up))
@@ -62,6 +72,7 @@ class PollingGrid(GridAround):
         messages = list(messages)  # Flower's grid iterates over them twice
         observers, self._observers = self._observers, []
         began = checked = time.monotonic()
+        self._end = math.inf if timeout is None else began + timeout
         next_warning = _FIRST_WARNING
         before = now = self._activations()
         asked, new = dict[str, Message](), list[Message]()
@@ -74,6 +85,7 @@ class PollingGrid(GridAround):
                 new.append(Message(error, reply_to=message))
         replies: list[Message] = []
         while True:
+            is_late = time.monotonic() >= self._end  # before the last look
             if time.monotonic() - checked >= _RESTART_CHECK:
                 now, checked = self._activations(), time.monotonic()
             restarted = {node for node in before.keys() & now.keys() if before[node] != now[node]}
@@ -94,16 +106,26 @@ class PollingGrid(GridAround):
             replies += new
             new.clear()
             passed = time.monotonic() - began
-            if not asked or (timeout is not None and passed >= timeout):
+            if not asked or is_late:
                 return replies
             if passed >= next_warning:
                 limit = "without limit" if timeout is None else f"at most {timeout:g} s"
-                nodes = few((f"node {message.metadata.dst_node_id}" for message in asked.values()), 5)
+                nodes = few((self.name(message.metadata.dst_node_id) for message in asked.values()), 5)
                 found = len(asked), len(messages), passed, limit, nodes
                 LOG.warning("waiting for %d of %d replies since %.0f s, %s: %s", *found)
                 next_warning *= 2
             pause = min(max(_PAUSE, _PAUSE_SHARE * passed), _LONGEST_PAUSE)
-            time.sleep(pause if timeout is None else min(pause, timeout - passed))
+            time.sleep(max(0.0, min(pause, self._end - time.monotonic())))
+
+    def _pull_part(
+        self, pull: Callable[[PullObjectRequest], PullObjectResponse], request: PullObjectRequest
+    ) -> PullObjectResponse:
+        """A part of a reply, as soon as it is uploaded; at the end of the timeout "not found", which is an error."""
+        while not (part := pull(request)).object_available and part.object_found:
+            if time.monotonic() >= self._end:
+                return PullObjectResponse()
+            time.sleep(_PART_PAUSE)
+        return part
 
     def _activations(self) -> dict[int, str]:
         """When each connected node was last started, by the SuperLink's clock. Empty if the SuperLink does not say."""

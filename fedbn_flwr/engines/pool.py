@@ -10,29 +10,24 @@ import functools
 import itertools
 import os
 import sys
-import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import FedbnError, RunFailed, described
+from fedbn_flwr.internals import ErrorCode
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 from fedbn_flwr.messages.reply import OwnContent, with_content
 
-from .capabilities import ContinuesParked, OnReply
+from .capabilities import OnReply
 from .worker import NodeWorker, Worker
-
-if TYPE_CHECKING:  # imported only when a strategy uses exchanges
-    from fedbn_flwr.exchange.carriers import Answers
-    from fedbn_flwr.exchange.codec import Agreement, Contribution
 
 _LOOK = 1.0  # seconds without a result, after which the pool checks for workers that are lost or do not start
 
@@ -56,17 +51,6 @@ class Served:
         self.contexts[node] = context
         return reply, None
 
-    def continue_parked(self, nodes: Sequence[int], agreement: Agreement) -> Answers:
-        """Continue the rounds that are parked in this process. The answer of a round that fails is the reason."""
-        assert isinstance(self.client_app, ContinuesParked)
-        answers: dict[int, Contribution | str] = {}
-        for node in nodes:
-            try:
-                answers[node] = self.client_app.continue_parked(self.contexts[node], agreement)
-            except (Exception, SystemExit) as error:
-                answers[node] = _reason(error)
-        return answers
-
     def call_app(self, message: Message, context: Context) -> Message:
         """The ClientApp's reply, or an error reply."""
         if self.threads is not None and torch.get_num_threads() != self.threads:
@@ -86,15 +70,10 @@ class Served:
             else:
                 return reply
         except (Exception, SystemExit) as error:
-            reason = _reason(error)
+            if os.environ.get("FEDBN_DEBUG"):
+                traceback.print_exc(file=sys.stderr)
+            reason = str(error) if isinstance(error, FedbnError) else described(error)
         return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
-
-
-def _reason(error: BaseException) -> str:
-    """The exception that is being handled, as text for the server."""
-    if os.environ.get("FEDBN_DEBUG"):
-        traceback.print_exc(file=sys.stderr)
-    return str(error) if isinstance(error, FedbnError) else described(error)
 
 
 @dataclass
@@ -133,10 +112,6 @@ class Pool:
 
     def drop(self, message_ids: Collection[str]) -> None:
         """Remove messages from the queue. A message that a worker has begun still changes its node's state."""
-
-    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
-        """Like `Capabilities.continue_parked`, for the nodes whose layer-wise rounds are parked in this pool."""
-        return self.nodes.continue_parked(nodes, agreement)
 
     def contexts(self) -> Mapping[int, Context]:
         """Like `Capabilities.contexts`. Workers abandon their layer-wise rounds."""
@@ -235,25 +210,6 @@ class WorkerPool(Pool, ABC, Generic[W]):
     def drop(self, message_ids: Collection[str]) -> None:
         self._queue = [message for message in self._queue if message.metadata.message_id not in message_ids]
         self._seats = {node: seat for node, seat in self._seats.items() if seat.parked or seat.message}
-
-    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
-        answers: dict[int, Contribution | str] = {}
-
-        def on_answers(asked: Sequence[int], result: Answers, lost: str) -> None:
-            if lost and asked[1:]:
-                clients = ", ".join(str(self.nodes.contexts[node].node_config["partition-id"]) for node in asked)
-                lost = f"{lost}, in which one of the clients {clients} was training"
-            answers.update(dict.fromkeys(asked, lost) if lost else result)
-
-        parked = {node: seat for node in nodes if (seat := self._seats.get(node)) and seat.parked}
-        to_ask = {worker: [node for node, seat in parked.items() if seat.worker is worker] for worker in self.workers}
-        deadline = time.monotonic() + timeout
-        while len(answers) < len(parked) and (left := deadline - time.monotonic()) > 0:
-            for worker in [worker for worker in to_ask if worker.is_free]:  # the rest are late
-                if asked := to_ask.pop(worker):
-                    worker.send(functools.partial(on_answers, asked), "continue_parked", asked, agreement)
-            self.receive(left)
-        return answers.copy()  # a worker that is late with this exchange adds its answers
 
     def contexts(self) -> Mapping[int, Context]:
         self._seats = {node: seat for node, seat in self._seats.items() if seat.message}

@@ -1,12 +1,13 @@
 """Workers, which do one job at a time outside of the server's process. The local engine forks its workers.
 
-A forked process shares the memory of its parent, which causes three problems:
+A forked process shares the memory of its parent, which causes four problems:
 
 - If another thread of the parent holds a lock during the fork, as in a notebook, the lock stays locked in the new
   process. So a worker that does not start is forked again.
-- The first thread of the new process inherits OpenMP's record of a thread pool, but not the threads. Parallel
-  arithmetic in it would wait for them forever, for instance after a network calls `torch.set_num_threads(4)`. OpenMP
-  has a pool for each thread that begins parallel arithmetic, so a worker does its jobs in a new thread.
+- The new process inherits OpenMP's record of a thread pool, but not the threads. Parallel arithmetic would wait for
+  them forever, for instance after a network calls `torch.set_num_threads(4)`. So the pool ends before the fork.
+- PyTorch's own thread pool is replaced by the first thread that sets its number of threads. The engine of gradients
+  does so in a thread of its own, and two at once end the process. So the new process does it before other threads.
 - gRPC prepares for a fork by default, but not while another thread of the parent is in one of its calls. A client that
   uses gRPC itself may then crash, and its worker is restarted, or hang. GRPC_ENABLE_FORK_SUPPORT=1 changes nothing, and
   with 0 such clients never work.
@@ -21,6 +22,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -28,7 +30,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -41,13 +43,14 @@ NAME = "fedbn worker"  # of the processes
 START_TIMEOUT = 10.0  # seconds until a forked worker has taken the locks that it will need
 _STARTS = 3  # attempts to start a worker
 _TOO_SLOW = (
-    f"worker processes cannot start: one did nothing for {START_TIMEOUT:g} s, because other threads of this process "
-    "use PyTorch's random numbers or its output; use workers=0"
+    f"worker processes cannot start: one did nothing for {START_TIMEOUT:g} s. The machine is very busy, or another "
+    "thread of this process draws PyTorch's random numbers or prints whenever one starts; in both cases use workers=0"
 )
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _WATCH = 2  # seconds between checks that the parent lives
 _IDLE = 0.05  # seconds without a job until a worker returns freed memory to the system
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+_OMP_PAUSE_HARD = 2  # of OpenMP's omp.h
 
 Then = Callable[[Any, str], object]  # gets a job's result, or the reason why there is none
 
@@ -151,6 +154,7 @@ class Worker(NodeWorker):
 
     def launch(self) -> None:
         return_freed_memory()  # otherwise each process would have a copy of it as soon as it uses it
+        end_openmp_threads()
         here, there = socket.socketpair()
         self.channel, self._began = Channel(here), time.monotonic()
         fork = multiprocessing.get_context("fork")
@@ -179,9 +183,10 @@ class Worker(NodeWorker):
         if self.process is not None and self.process.pid is not None:  # otherwise it was interrupted before its start
             self.channel.close()
             self.process.join(0.5)  # it ends at once, unless a client is still training
-            if self.process.is_alive():
-                self.process.kill()  # SIGTERM is not enough if it waits for a lock or still has this process's handlers
-                self.process.join(5)
+            self.process.kill()  # SIGTERM is not enough if it waits for a lock or still has this process's handlers
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # processes that its clients have started
+            self.process.join(5)
         atexit.unregister(self.close)
         self.process, self.then, self.is_ready = None, None, False
 
@@ -220,31 +225,44 @@ def _end_with(parent: int) -> None:
     """End this process when its parent was killed, although a client may still be training."""
     while os.getppid() == parent:
         time.sleep(_WATCH)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _serve(served: object, end: socket.socket) -> None:
     """The new process: take the locks that other threads may hold, and do jobs until the parent ends it."""
     multiprocessing.current_process().daemon = False  # so that a DataLoader may have processes of its own
+    os.setpgid(0, 0)  # a group with the processes that its clients start, which end with it
     gc.freeze()  # the collector would write to each object, and so copy the memory that this process shares
     torch.get_rng_state()  # this takes the lock of PyTorch's generator
+    torch.set_num_threads(torch.get_num_threads())  # a thread pool of its own
     sys.stdout.flush()
     sys.stderr.flush()
     channel, problem = Channel(end), fork_problem()
     threading.Thread(target=_end_with, args=(os.getppid(),), name="parent", daemon=True).start()
     keep_freed_memory()
-    for number in _SIGNALS:  # they reach every process of a terminal or of a job; the parent decides when workers end
-        signal.signal(number, signal.SIG_IGN)
+    for number in _SIGNALS:  # they may reach every process of a job; the parent decides when workers end
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that a client starts would inherit
+    forks_have_default_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     with contextlib.suppress(EOFError, OSError):  # the parent closed its end or has ended
         channel.send(problem)
-        with ThreadPoolExecutor(1, "jobs") as thread:
-            thread.submit(_serve_all, served, channel).result()
+        while True:
+            _serve_next(served, channel)
 
 
-def _serve_all(served: object, channel: Channel) -> None:
-    while True:
-        _serve_next(served, channel)
+def forks_have_default_signals() -> None:
+    """From now on, let processes that clients fork from this one have signals as in any Python process.
+
+    They come later than the fork: Python drops those for which a new process still has this one's handlers.
+    """
+    block, unblock = (partial(signal.pthread_sigmask, how, _SIGNALS) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_default_signals)
+
+
+def _default_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _serve_next(served: object, channel: Channel) -> None:
@@ -253,6 +271,16 @@ def _serve_next(served: object, channel: Channel) -> None:
         return_freed_memory()  # the server aggregates or evaluates now, and needs memory too
     call, arguments = channel.receive()
     channel.send(getattr(served, call)(*arguments))
+
+
+def end_openmp_threads() -> None:
+    """End the threads that OpenMP keeps for this thread; it starts new ones when they are needed (Linux only)."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for path in {
+            f"/{line.partition('/')[2].strip()}" for line in maps if re.search(r"/lib(g|i)?omp[\w.-]*$", line)
+        }:
+            with contextlib.suppress(OSError, AttributeError):  # an OpenMP from before version 5
+                ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_HARD)
 
 
 def keep_freed_memory() -> None:

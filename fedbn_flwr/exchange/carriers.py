@@ -4,8 +4,7 @@ A `Carrier` sends an agreement and collects the clients' contributions, as Flowe
 service. The loop works with any carrier.
 
 As messages, one exchange is a `query.exchange` to each client. The first one contains the model, and the train message
-takes the place of the last one. If an engine's processes have the clients' parked rounds, it can carry the exchanges in
-between without messages.
+takes the place of the last one.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ from fedbn_flwr.messages.reply import reason_of, sent_model, with_config
 from .codec import END, Agreement, Contribution, agreement_to_records, contribution_from_records
 
 Answers = Mapping[int, Contribution | str]  # by node; a string says why there is no contribution
-
-# An engine's exchange with parked rounds (nodes, agreement, seconds); returns None if the engine has none.
-ContinueParked = Callable[[Sequence[int], Agreement, float], Answers | None]
 
 
 @dataclass(frozen=True)
@@ -108,15 +104,12 @@ def run_exchanges(
     admit: Admit,
     agree: Callable[[str, Sequence[Contribution]], Agreement],
     outliers: Outliers | None,
-    report: Callable[[str, int, int], object],
-    layers: int,
 ) -> ExchangesDone:
     """Run all exchanges of a round. A client without a usable contribution is left out of the rest of the round.
 
-    `admit` and `agree` get the name of the exchange, which begins with `what`, the round's. `report` shows the
-    progress, for which `layers` is the number of batch norms in the server's model.
+    `admit` and `agree` get the name of the exchange, which begins with `what`, the round's.
     """
-    agreement, passed = None, 0
+    agreement = None
     unfinished: list[str] = []  # a layer for each pass whose gradients are yet to come
     for step in range(1, _MOST_EXCHANGES):
         name = f"{what}, exchange {step}"
@@ -127,11 +120,8 @@ def run_exchanges(
         agreement, kind, layer = agree(name, usable), usable[0].kind, usable[0].layer
         if kind == "gradients":
             unfinished.remove(layer)
-            report("backward pass, layers", passed - len(unfinished), passed)
-        elif kind != END:
-            passed = len(unfinished) + 1
-            report("forward pass, layers", passed, max(passed, layers))
-            unfinished += [layer] * (kind != "mean")  # the variance follows
+        elif kind not in (END, "mean"):  # the variance follows
+            unfinished.append(layer)
         if kind == END or (kind == "gradients" and not unfinished):
             return ExchangesDone(nodes, step, agreement)
     raise RunFailed(f"the clients have begun more than {_MOST_EXCHANGES:,} exchanges in a round")
@@ -221,10 +211,10 @@ def _form(contribution: Contribution) -> str:
 
 
 class ByMessages:
-    """A carrier of messages; without `continue_parked`, all exchanges are messages."""
+    """A carrier of Flower's messages, which suits any grid."""
 
-    def __init__(self, cohort: Cohort, continue_parked: ContinueParked | None = None) -> None:
-        self._cohort, self._continue_parked = cohort, continue_parked
+    def __init__(self, cohort: Cohort) -> None:
+        self._cohort = cohort
         self._asked = {message.metadata.dst_node_id: message for message in cohort.messages}
 
     def train_messages(self, done: ExchangesDone) -> list[Message]:
@@ -232,13 +222,8 @@ class ByMessages:
         return self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
-        grid, timeout = self._cohort.grid, self._cohort.timeout
-        if agreement is not None and self._continue_parked is not None:
-            answers = self._continue_parked(nodes, agreement, timeout)
-            if answers is not None:
-                return answers
         questions = self._messages(protocol.EXCHANGE_QUERY, nodes, step, agreement)
-        replies = gate(grid.send_and_receive(questions, timeout=timeout))
+        replies = gate(self._cohort.grid.send_and_receive(questions, timeout=self._cohort.timeout))
         return {reply.metadata.src_node_id: _answer(reply) for reply in replies}
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:

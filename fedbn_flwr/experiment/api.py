@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,18 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
 from fedbn_flwr.errors import SettingsError, UserError, locate_errors, options_as
-from fedbn_flwr.named import give_name, names_in
 from fedbn_flwr.results.folder.places import out_folder
-from fedbn_flwr.results.result import Result, Results
-from fedbn_flwr.text import shorten
+from fedbn_flwr.results.naming import give_name, names_in
+from fedbn_flwr.results.result import Result
+from fedbn_flwr.results.several import Results
+from fedbn_flwr.results.text import shorten
+from fedbn_flwr.results.yaml_text import check_values
 from fedbn_flwr.trees import Tree
-from fedbn_flwr.yaml_text import check_values
 
 from .data import forget_data
 from .file.content import check_mapping, follow_extends, nested, read_content
 from .file.layers import read_experiment
 from .node import free_models
-from .run.judge import Judged
 from .run.launch import carry_out, check_failures, is_begun, run_folders
 from .run.survey import Survey
 from .settings import Experiment, Settings
@@ -80,7 +79,7 @@ def run(
     RunFailed
         The run could not continue. Its folder has the rounds up to then.
     """
-    planned = _planned(experiment, [only] if only is not None else None, changes)
+    planned = planned_of(experiment, [only] if only is not None else None, changes)
     if len(planned.runs) > 1:
         labels, seeds = ({getattr(run, key): None for run in planned.runs} for key in ("label", "seed"))
         raise SettingsError(
@@ -118,7 +117,7 @@ def run_all(
     Results
         All runs, in the order of the experiment.
     """
-    return _carry_out(_planned(experiment, only, changes), out, resume, progress, node_config, jobs)
+    return _carry_out(planned_of(experiment, only, changes), out, resume, progress, node_config, jobs)
 
 
 def evaluate(
@@ -128,17 +127,22 @@ def evaluate(
     out: str | Path | None = None,
     node_config: NodeConfig | Sequence[NodeConfig] | None = None,
     **changes: Any,
-) -> Judged:
+) -> Results:
     """Lets all clients of an experiment evaluate given models on their own test examples, without training.
 
     Parameters
     ----------
     models
-        Results, run folders, or files of weights by safetensors or `torch.save`. Others are compared with the first.
+        Results, run folders, or files of weights by safetensors or `torch.save`.
+
+    Returns
+    -------
+    Results
+        A run without rounds for each model; `result.clients["own_accuracy"]` has the accuracy of each client.
     """
-    judged = _without_training(experiment, models, {"survey": False}, only, out, node_config, changes)
-    assert isinstance(judged, Judged)
-    return judged
+    files = [str(model.folder if isinstance(model, Result) else model) for model in models]
+    planned = planned_of(experiment, only, {**changes, "rounds": 0, "evaluate.models": files})
+    return _carry_out(planned, out, False, False, node_config)
 
 
 def survey(
@@ -158,34 +162,12 @@ def survey(
         A network, as for `evaluate`: clients then also say how far the inputs of its batch norms are from its
         statistics.
     """
-    models = () if model is None else (model,)
-    made = _without_training(experiment, models, {"survey": True}, only, out, node_config, changes)
-    assert isinstance(made, Survey)
-    return made
+    models, asked = () if model is None else (model,), {**changes, "evaluate.survey": True}
+    (made,) = evaluate(experiment, *models, only=only, out=out, node_config=node_config, **asked)
+    return Survey.read(made.folder)
 
 
-def _without_training(
-    experiment: Source,
-    models: Sequence[str | Path | Result],
-    asks: Tree,
-    only: str | None,
-    out: str | Path | None,
-    node_config: NodeConfig | Sequence[NodeConfig] | None,
-    changes: Tree,
-) -> Judged | Survey | None:
-    """What the clients answer about the first run's data, with these models."""
-    files = [str(model.folder if isinstance(model, Result) else model) for model in models]
-    planned = _planned(experiment, only, {**changes, "rounds": 0})
-    (run, *others) = planned.runs
-    given = run.evaluate.model_copy(update={"models": tuple(files), **asks})
-    planned = replace(planned, runs=(run.model_copy(update={"evaluate": given}), *others))
-    with _settings_of_the_process():
-        forget_data()
-        folder = out_folder(planned.name, out, resume=False)
-        return carry_out(planned, folder, resume=False, quiet=True, node_config=node_config).judged
-
-
-def _planned(source: Source, only: str | Sequence[str] | None, changes: Tree) -> Experiment:
+def planned_of(source: Source, only: str | Sequence[str] | None, changes: Tree) -> Experiment:
     if isinstance(source, Settings):
         source = source.model_dump(mode="json")
     if isinstance(source, Mapping):
@@ -229,14 +211,8 @@ def _carry_out(
     jobs: int | None = None,
 ) -> Results:
     first = planned.runs[0]
-    if node_config is not None and first.engine.name != "local":
-        raise SettingsError(f"node_config is for the local engine, found engine.name={first.engine.name!r}")
     if node_config is not None and not isinstance(node_config, Mapping) and len(node_config) != first.clients:
         raise SettingsError(f"node_config has {len(node_config)} entries, but there are {first.clients} clients")
-    if not first.rounds:
-        raise SettingsError(
-            "rounds is 0, and nothing is trained; fedbn_flwr.evaluate(experiment, model) measures models"
-        )
     folder = out_folder(planned.name, out, resume=resume)
     resume = resume and is_begun(folder)
     with _settings_of_the_process():

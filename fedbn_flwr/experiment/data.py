@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.dataset import DataForm, DataSet
 from fedbn_flwr.data.examples import MASK
 from fedbn_flwr.data.load import load
-from fedbn_flwr.data.partitions import partition, share_test
+from fedbn_flwr.data.partitions import hold_out, partition, share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.results.metric_key import MetricKey
@@ -27,7 +28,7 @@ from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATIO
 from .settings import AUGMENTATIONS, Data, Settings, name_in, options_in
 
 _kept: dict[tuple[str, str, str], DataSet] = {}  # by settings, device and working directory
-_received: dict[tuple[str, str], DataSet] = {}
+_received: dict[str, DataSet] = {}  # by settings
 
 
 def examples_of(data: Data) -> str:
@@ -43,11 +44,10 @@ def load_data(data: Data, device: str) -> DataSet:
     its own data set. Relative names start at the working directory.
     """
     examples = examples_of(data)
-    if (received := _received.get((examples, device))) is not None:
-        return received
     key = examples, device, os.getcwd()
     if (found := _kept.get(key)) is None:
-        loaded = load(data).standardised() if data.normalise == "own" else load(data)
+        if (loaded := _received.get(examples)) is None:
+            loaded = load(data).standardised() if data.normalise == "own" else load(data)
         rows_by_domain(loaded)  # checks the names
         found = _kept[key] = loaded.to(torch.device(device), most := data.memory * 2**30)
         while len(_kept) > 2 and sum(dataset.nbytes for dataset in list(_kept.values())) > most:
@@ -59,11 +59,19 @@ def forget_data() -> None:
     """Load data sets again when they are next needed: their files may have changed."""
     _kept.clear()
     _shares.cache_clear()
+    _splits.cache_clear()
 
 
-def receive(examples: str, device: str, dataset: DataSet) -> None:
+def receive(examples: str, dataset: DataSet) -> None:
     """Use these examples of another process instead of loading them."""
-    _received[examples, device] = dataset
+    _received[examples] = dataset
+
+
+def at_site(data: Data, path: str) -> Data:
+    """How a site reads its own data, all of which are for one client; a reader of the user gets the folder."""
+    place = {"root": str(named.path_of(path))} if named.is_name(data.name) else {"name": named.as_path(path)}
+    whole = dict.fromkeys(("revision", "root", "examples", "test_examples"))
+    return data.model_copy(update={**whole, "random": False, "domains": (), **place})
 
 
 def shares_of(data: Data, clients: int, seed: int, device: str) -> tuple[list[Tensor], list[Tensor]]:
@@ -106,6 +114,19 @@ def _shares(_: str, data: Data, clients: int, seed: int, device: str) -> tuple[l
     return parts, share_test(parts, train, test, seed)
 
 
+def splits_of(run: Settings, device: str) -> Mapping[int, tuple[Tensor, Tensor]]:
+    """Indices of the examples that each client trains on, and of those that it holds out."""
+    return _splits(os.getcwd(), run.source, run.clients, run.seed, device, run.evaluate.validation)
+
+
+@functools.lru_cache(maxsize=8)
+def _splits(
+    _: str, data: Data, clients: int, seed: int, device: str, share: float
+) -> Mapping[int, tuple[Tensor, Tensor]]:
+    parts = dict(enumerate(shares_of(data, clients, seed, device)[0]))
+    return hold_out(load_data(data, device), parts, share, seed)
+
+
 def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
     """Indices of each domain's test examples, by names valid in metrics; DataError if two names agree."""
     domains = dataset.domains
@@ -118,9 +139,10 @@ def rows_by_domain(dataset: DataSet) -> dict[str, Tensor]:
             metric = MetricKey("accuracy", domain=key)
             if key in (*rows, "of") or MetricKey.parse(str(metric)) != metric:
                 raise DataError(
-                    f"{dataset.name!r} has the domain {name!r}, but accuracy_{key} is another metric; expected a name "
-                    f"other than {', '.join((*rows, 'of'))}, and without 'std' or 'worst_tenth' as its last word; "
-                    "rename it, or leave it out with data.domains"
+                    f"{dataset.name!r} has a domain whose accuracy would have the name of another metric; expected "
+                    "another name than those before it and 'of', without 'std' or 'worst_tenth' as the last word; "
+                    "rename it, or leave it out with data.domains",
+                    f": {name!r}",
                 )
             rows[key] = indices
     return rows

@@ -9,7 +9,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from flwr.app import Context
 from pydantic import ValidationError
@@ -18,15 +17,14 @@ from torch import Tensor, nn
 from fedbn_flwr import named
 from fedbn_flwr.batch import Value
 from fedbn_flwr.client.client import BNClient, Update
-from fedbn_flwr.client.evaluation import in_units
-from fedbn_flwr.client.rule import Loss, is_known
+from fedbn_flwr.client.rule import Loss, supports
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise, TestBatches
 from fedbn_flwr.data.dataset import DataSet, Schema
-from fedbn_flwr.data.disclosed import answer
-from fedbn_flwr.data.moments import Sums, sums_of
-from fedbn_flwr.data.partitions import KINDS, hold_out
-from fedbn_flwr.errors import MessageError, SettingsError, did_you_mean, log_once
+from fedbn_flwr.data.disclosed import answer, check_names
+from fedbn_flwr.data.kinds import KINDS
+from fedbn_flwr.data.partitions import hold_out
+from fedbn_flwr.errors import LOG, MessageError, SettingsError, did_you_mean, few, log_once
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -34,17 +32,19 @@ from fedbn_flwr.messages.protocol import Config, Metrics
 from fedbn_flwr.models.layout import suits_channels_last
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.results.folder.clients import OWN_TRAINING
+from fedbn_flwr.results.naming import names_in
+from fedbn_flwr.results.units import in_units
 from fedbn_flwr.trees import Tree
 
 from .data import (
+    at_site,
     check_labels,
     client_batches,
     load_data,
-    normalisation_of,
     rows_by_domain,
     shape_without_data,
     shares_of,
-    split_moments,
+    splits_of,
 )
 from .file.layers import from_run_config
 from .parts import RunParts, learning_rate, loss_of, make_model, plain_loss
@@ -75,9 +75,9 @@ class ClientMaker:
     def __call__(self, context: Context, config: Config) -> BNClient:
         run = named_run(self.experiment, config)
         key = (run.label, run.seed, context.node_id, *context.node_config.items())
-        knows_all = all(map(is_known, config))
+        knows_all = all(map(supports, config))
         if key not in self._parts or not knows_all:
-            for name in sorted(named.names_in(run.strategy)):  # its module defines or imports the client's half
+            for name in sorted(names_in(run.strategy)):  # its module defines or imports the client's half
                 try:
                     named.load("strategy.name", name)
                 except SettingsError as error:
@@ -99,7 +99,6 @@ class ClientParts(RunParts):
 
     number: int
     has_own_data: bool  # instead of a partition of the experiment's
-    listed: str  # the experiment's data set
     min_batch: int
     own: ClientTrain  # how it trains where it differs from the others
     takes_part: bool  # in surveys
@@ -109,20 +108,11 @@ class ClientParts(RunParts):
         node = context.node_config
         listed = run.data.name
         least = min_batch_of(node)
-        changes: dict[str, object] = {}
-        if "data-path" in node:
-            changes = {
-                "random": False,
-                "domains": (),
-                **dict.fromkeys(("revision", "root", "examples", "test_examples")),
-            }
-            path = str(node["data-path"])
-            is_read = named.is_name(listed)  # by a function, which gets the folder
-            changes |= {"root": str(named.path_of(path))} if is_read else {"name": named.as_path(path)}
-        if "domain" in node:
-            changes["domains"] = (str(node["domain"]),)
-        if changes:  # the client trains on all of the site's data
-            data = run.source.model_copy(update={**changes, "partition": KINDS["iid"]()})
+        has_own = not node.keys().isdisjoint(("data-path", "domain"))
+        if has_own:  # the client trains on all of the site's data
+            data = at_site(run.source, str(node["data-path"])) if "data-path" in node else run.source
+            domains = (str(node["domain"]),) if "domain" in node else ()
+            data = data.model_copy(update={"domains": domains, "partition": KINDS["iid"]()})
             run = run.model_copy(update={"data": data})
         number = checked_client_number(context, run.clients)
         own = own_training(run, number, node)
@@ -130,11 +120,14 @@ class ClientParts(RunParts):
         if "epochs" in new or "steps" in new:
             new = {"epochs": own.epochs, "steps": own.steps, **new}
         engine = run.engine.model_copy(update={"device": own.device or run.engine.device})
-        run = run.model_copy(update={"train": run.train.model_copy(update=new), "engine": engine})
-        return cls(run, number, bool(changes), listed, least, own, node.get("survey", not changes) is True)
+        model = run.model.model_copy(
+            update={"weights": run.model.weights if run.rounds else None}
+        )  # on the server's disk
+        run = run.model_copy(update={"train": run.train.model_copy(update=new), "engine": engine, "model": model})
+        return cls(run, number, has_own, least, own, node.get("survey", not has_own) is True, listed=listed)
 
     @property
-    def dataset(self) -> DataSet:
+    def dataset(self) -> DataSet:  # `data.py` keeps those that clients share
         return load_data(self.run.source, str(self.device))
 
     @functools.cached_property
@@ -148,6 +141,7 @@ class ClientParts(RunParts):
             )
         if self.has_own_data:
             check_labels(self.run, self.dataset)
+            check_names(self.dataset, self.min_batch)
             return torch.arange(len(self.dataset.train)), torch.arange(len(self.dataset.test))
         train, test = shares_of(self.run.source, self.run.clients, self.run.seed, str(self.device))
         return train[self.number], test[self.number]
@@ -155,7 +149,10 @@ class ClientParts(RunParts):
     @functools.cached_property
     def split(self) -> tuple[Tensor, Tensor]:
         """The indices of the training examples that the client trains on, and of those that it holds out."""
-        return hold_out(self.dataset, self.rows[0], self.run.evaluate.validation, self.run.seed, self.number)
+        if not self.has_own_data:
+            return splits_of(self.run, str(self.device))[self.number]
+        own = {self.number: self.rows[0]}
+        return hold_out(self.dataset, own, self.run.evaluate.validation, self.run.seed)[self.number]
 
     @functools.cached_property
     def losses(self) -> tuple[Loss, Loss]:
@@ -168,32 +165,21 @@ class ClientParts(RunParts):
         """Whether the sites agree on the moments before the first round."""
         return self.run.data.normalise == "moments" and (self.has_own_data or not self.run.evaluate.server)
 
-    def normalise(self, config: Config) -> Normalise:
-        """The moments on which sites agreed, which are in the messages, or the run's normalisation."""
-        if protocol.MEANS in config:
-            return split_moments(self._agreed(config), self.dataset)[0]
-        return _not_agreed if self.sends_sums else normalisation_of(self.run, self.dataset, self.listed)
-
-    def units(self, config: Config) -> Moments | None:
-        """Mean and deviation of the regression targets, if they are scaled."""
-        if not self.run.data.targets:
-            return None
-        return split_moments(self._agreed(config), self.dataset)[1] if protocol.MEANS in config else self.dataset.units
-
-    def _agreed(self, config: Config) -> Moments:
-        return tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])
-
     def _has_channels_last(self, model: nn.Module) -> bool:
         run, given = self.run, self.run.train.channels_last
         if given != "auto":
             return given
-        own = named.names_in([run.model.name, run.model.norm, run.train.loss, *run.evaluate.metrics])
+        own = names_in([run.model.name, run.model.norm, run.train.loss, *run.evaluate.metrics])
         return self.device.type == "cpu" and not own and suits_channels_last(model)
 
     def client(self, context: Context, config: Config) -> BNClient:
         run, train = self.run, self.run.train
         torch.set_num_threads(run.engine.threads)
-        normalise, units, dataset = self.normalise(config), self.units(config), self.dataset
+        agreed = (
+            (tuple(config[protocol.MEANS]), tuple(config[protocol.DEVIATIONS])) if protocol.MEANS in config else None
+        )
+        normalise: Normalise = _not_agreed if agreed is None and self.sends_sums else self.normalise(agreed)
+        units, dataset = self.units(agreed), self.dataset
         kind = (run.model, run.seed, train.channels_last, dataset.shape, dataset.tokens, dataset.outputs)
         free = free_models(kind, str(self.device))
         try:
@@ -242,29 +228,32 @@ class ClientParts(RunParts):
         is_own = only_own or len(own) == len(dataset.test)  # the same set, which is evaluated once
         tests = {"": everything} | ({protocol.OWN_TEST_SET: everything if is_own else test(own)} if len(own) else {})
         for domain, rows in rows_by_domain(dataset).items():
-            if len(both := own[torch.isin(own, rows)]):
+            if len(both := own[torch.isin(own, rows)]) >= self.min_batch:
                 tests[f"{protocol.OWN_TEST_SET}@{domain}"] = test(both)
-            if self.run.evaluate.domains:
+            if self.run.evaluate.domains and len(rows) >= self.min_batch:
                 tests[f"@{domain}"] = test(rows)
         if len(held):
             tests[protocol.VALIDATION_SET] = TestBatches(dataset.train, normalise, size, held)
         return tests
 
-    def check_sums(self) -> None:
-        """Raise an error if the client has so few examples that their sums would reveal them."""
-        if (count := len(self.rows[0])) < self.min_batch:
-            raise MessageError(
-                f"it has {count} training examples and doesn't send the sums of fewer than {self.min_batch}, which "
-                f"would reveal them; use more examples, or allow it by min-batch={count} in this node's config"
+    def told(self, *, survey: bool) -> Update:
+        """What the site tells about its training examples: the sums of columns, in a survey also numbers of classes."""
+        # Each site's own mean and deviation would hide how the sites differ.
+        source = self.run.source.model_copy(update={"normalise": "moments"})
+        data, least = load_data(source, str(self.device)), self.min_batch
+        examples, names = data.train.select(self.rows[0]), data.input_names
+        columns = {name: [f"{name}={value}" for value in values] for name, values in self.run.data.categories.items()}
+        groups = [[*map(names.index, each)] for each in columns.values() if {*each} <= {*names}]
+        found = answer(data, examples, least, groups, survey=survey, scaled=bool(self.run.data.targets))
+        if self.has_own_data:
+            LOG.info(
+                "the server asks for %s of %d training examples; not told: %s; its settings of the data: %s",
+                "a survey" if survey else "the sums",
+                len(examples),
+                few((name for name, count in zip(names, found["sums"][0], strict=False) if not count), 20) or "none",
+                self.run.source.model_dump(mode="json", exclude_defaults=True),
             )
-
-    def sums(self) -> Sums:
-        """The sums of the client's columns."""
-        self.check_sums()
-        rows, train = self.rows[0], self.dataset.train
-        used = train if len(rows) == len(train) else train.select(rows)  # a copy may be large
-        of_targets = [sums_of(used.numbers)] if self.run.data.targets else []
-        return np.concatenate([sums_of(used.inputs), *of_targets], axis=1)
+        return Update(found, {protocol.NUM_EXAMPLES: len(examples)}, {})
 
 
 class ExperimentClient(BNClient):
@@ -278,17 +267,11 @@ class ExperimentClient(BNClient):
     def columns(self) -> Schema:
         return self._parts.dataset.schema
 
-    def about_data(self, query: str) -> Arrays:
-        """The sums of its columns, or what a survey asks for, if the client's site has agreed."""
-        parts = self._parts
-        if query == protocol.SUMS_QUERY:
-            return {"sums": parts.sums()}
-        if not parts.takes_part:
+    def about_data(self, query: str) -> Update:
+        survey = query == protocol.SURVEY_QUERY
+        if survey and not self._parts.takes_part:
             raise MessageError("this site has not agreed to surveys; it does by survey=true in its node config")
-        parts.check_sums()
-        # Each site's own mean and deviation would hide how the sites differ.
-        data = load_data(parts.run.source.model_copy(update={"normalise": "moments"}), str(parts.device))
-        return answer(data, data.train.select(parts.rows[0]), parts.min_batch)
+        return self._parts.told(survey=survey)
 
     def train_round(self, arrays: Arrays, config: Config, *arguments: Any, **options: Any) -> Update:
         update = super().train_round(arrays, config, *arguments, **options)

@@ -19,14 +19,13 @@ from fedbn_flwr.client.losses import balanced_weights, make_loss
 from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.dataset import DataSet, Schema
-from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.tasks import REGRESSION, Task
 from fedbn_flwr.trees import Tree
 
-from .data import Shape, load_data, normalisation_of, shape_without_data, shares_of, split_moments
+from .data import Shape, load_data, normalisation_of, shape_without_data, shares_of, split_moments, splits_of
 from .settings import Settings, name_in, options_in
 
 if TYPE_CHECKING:  # clients need no strategies
@@ -38,9 +37,13 @@ _LARGE_TARGETS = 5.0  # numbers of unit variance are smaller
 
 @dataclass(eq=False)
 class RunParts:
-    """What the server and the clients of a run both need, each part made once, when it is first used."""
+    """What the server and the clients of a run both need, each part made once, when it is first used.
+
+    `agreed` are the moments of all sites' inputs and targets, once the sites have agreed on them.
+    """
 
     run: Settings
+    listed: str | None = field(default=None, kw_only=True)  # the experiment's data set, if `run` has a site's
 
     @cached_property
     def device(self) -> torch.device:
@@ -51,16 +54,6 @@ class RunParts:
         names = self.run.evaluate.metrics
         return [named.load("evaluate.metrics", name) if ":" in name else name for name in names]
 
-
-@dataclass(eq=False)
-class Parts(RunParts):
-    """What the server of a run needs."""
-
-    name: str
-    rule: Rule
-    agreed: Moments | None = None  # of all sites' inputs and targets, once the sites have agreed on them
-    of_sites: Schema = field(default_factory=dict)  # the schema on which sites with data of their own agree
-
     @cached_property
     def dataset(self) -> DataSet | None:
         """None: the server has no data."""
@@ -70,6 +63,31 @@ class Parts(RunParts):
     def shape(self) -> DataSet | Shape:
         return self.dataset or shape_without_data(self.run)
 
+    @property
+    def task(self) -> Task:
+        return self.shape.task
+
+    def normalise(self, agreed: Moments | None) -> Moments:
+        """A server without data has no moments of the clients' data before they agree on them."""
+        if agreed is not None:
+            return split_moments(agreed, self.shape)[0]
+        return normalisation_of(self.run, self.shape, self.listed)
+
+    def units(self, agreed: Moments | None) -> Moments | None:
+        """Mean and deviation of the regression targets, if they are scaled."""
+        if self.run.data.targets and agreed is not None:
+            return split_moments(agreed, self.shape)[1]
+        return self.dataset.units if self.run.data.targets and self.dataset is not None else None
+
+
+@dataclass(eq=False)
+class Parts(RunParts):
+    """What the server of a run needs."""
+
+    name: str
+    rule: Rule
+    own_data: bool = False  # nodes may have data of their own; what they answer decides how the partition is checked
+
     @cached_property
     def partition(self) -> list[Tensor]:
         """Indices of each client's training examples."""
@@ -77,8 +95,7 @@ class Parts(RunParts):
 
     def split(self, client: int) -> tuple[Tensor, Tensor]:
         """Indices of the examples that a client trains on, and of those that it holds out."""
-        dataset = load_data(self.run.source, str(self.device))
-        return hold_out(dataset, self.partition[client], self.run.evaluate.validation, self.run.seed, client)
+        return splits_of(self.run, str(self.device))[client]
 
     @cached_property
     def held_out(self) -> Tensor:
@@ -91,27 +108,6 @@ class Parts(RunParts):
                 "clients (or half a value of data.test.by, or half a series); use a larger share or fewer clients"
             )
         return torch.cat(held)
-
-    @property
-    def normalise(self) -> Moments:
-        """A server without data has no moments of the clients' data before they agree on them."""
-        return (
-            normalisation_of(self.run, self.shape) if self.agreed is None else split_moments(self.agreed, self.shape)[0]
-        )
-
-    @property
-    def units(self) -> Moments | None:
-        """Mean and deviation of the regression targets, if they are scaled."""
-        if not self.run.data.targets:
-            return None
-        if self.agreed is not None:
-            return split_moments(self.agreed, self.shape)[1]
-        assert self.dataset is not None, "a server without data has no moments before the sites agree"
-        return self.dataset.units
-
-    @property
-    def task(self) -> Task:
-        return self.shape.task
 
     def advice_on_targets(self) -> str:
         """What to do if regression targets are so large that a network at its initial values is far from them."""
@@ -135,17 +131,21 @@ class Parts(RunParts):
         """Free the model; it is built again when it is used."""
         vars(self).pop("model", None)
 
-    @cached_property
-    def model_description(self) -> Tree:
-        """The content of model.json."""
+    def description(self, agreed: Moments | None, of_sites: Schema) -> Tree:
+        """The content of model.json; `of_sites` is the schema on which sites with data of their own agree."""
+        normalise, units = (
+            each and dict(zip(("mean", "std"), each, strict=True))
+            for each in (self.normalise(agreed), self.units(agreed))
+        )
         return {
             "build": model_arguments(self.run, self.shape),
-            "normalise": dict(zip(("mean", "std"), self.normalise, strict=True)),
-            "targets": self.units and dict(zip(("mean", "std"), self.units, strict=True)),
-            "classes": self.run.data.class_names or None,
-            **(self.of_sites if self.dataset is None else self.dataset.schema),
+            "normalise": normalise,
+            "targets": units,
+            "classes": self.run.data.class_names,
+            **(of_sites if self.dataset is None else self.dataset.schema),
             "categories": {name: [*texts] for name, texts in self.run.data.categories.items()},
-            "global": self.rule.traits.has_global_model,
+            "local": sorted(self.rule.traits.local),
+            "sent_back": self.rule.traits.sent_back,
         }
 
 
@@ -160,7 +160,7 @@ def counts_of(run: Settings, dataset: DataSet, partition: Sequence[Tensor]) -> P
     title = f"{run.data.name}: {', '.join(words)}, clients={run.clients}, seed={run.seed}"
     groups = {"domain": dataset.domains, "natural": dataset.groups}.get(kind)  # after which clients are named
     names = () if groups is None else tuple(groups.names[int(groups.train[int(part[0])])] for part in parts)
-    return PartitionCounts(title, strata.names, tuple(map(tuple, counts)), names)
+    return PartitionCounts(title=title, classes=strata.names, counts=tuple(map(tuple, counts)), clients=names)
 
 
 # --- device and model ---

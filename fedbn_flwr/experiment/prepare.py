@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Outputs, Value, map_tensors
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
-from fedbn_flwr.client.optimizers import check_optimizer
+from fedbn_flwr.client.optimizers import OptimizerSpec, make_optimizer
 from fedbn_flwr.client.training import ONE_VALUE
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main_input
@@ -24,6 +24,7 @@ from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump
+from fedbn_flwr.models.build import read_weights
 from fedbn_flwr.models.tensors import ModelTensors, initial_arrays
 from fedbn_flwr.norms.roles import norm_layers
 from fedbn_flwr.results.folder.reader import RunReader
@@ -53,6 +54,7 @@ def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_
             prepared.append(prepare_run(run, name, make_rule(run), is_tried=is_tried))
             if len(chosen) > 1:
                 prepared[-1].release()  # a sweep has many models
+            prepared[-1].own_data = own_data
             if prepared[-1].dataset is not None and not own_data:
                 check_partition(prepared[-1])
     return prepared
@@ -74,13 +76,15 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
         try_data(run, parts.dataset, parts.partition[0])
     # Made now, so that their errors are reported before training.
     if parts.dataset is not None or run.data.normalise != "moments":
-        parts.normalise  # noqa: B018
+        parts.normalise(None)
     if parts.dataset is not None and run.evaluate.validation:
         parts.held_out  # noqa: B018
     if not is_tried:
         _check_norm(run, parts.model, rule)
         try_model(run, parts.model, parts.shape, parts.device)
         check_training(parts)
+    if not run.rounds and run.model.weights is not None:
+        _check_weights(run.model.weights, parts.model)
     rule.begin(run.rounds, pack(initial_arrays(parts.model)))  # raises an error for a model that does not suit it
     stays = rule.traits.local_keys(parts.model.state_dict())
     if stays and (problem := ModelTensors(parts.model).kept_problem(stays)):
@@ -227,6 +231,17 @@ def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
         )
 
 
+def _check_weights(file: str, model: nn.Module) -> None:
+    """Raise an error for weights of other shapes, with which training could begin."""
+    state, own = read_weights(file), model.state_dict()
+    for key in sorted(state.keys() & own.keys()):
+        if state[key].shape != own[key].shape:
+            found, expected = list(state[key].shape), list(own[key].shape)
+            raise SettingsError(
+                f"{file!r} does not fit the experiment's network: {key!r} has shape {found}, expected {expected}"
+            )
+
+
 # --- checks ------------------------------------------------------------------
 
 
@@ -271,6 +286,25 @@ def check_rounds(parts: Parts, folder: RunReader) -> None:
             f"depends on the number of rounds, so that the {done} rounds there would have been others; where it is a "
             "fraction give it as a round, or start a new run with another --out"
         )
+
+
+def check_optimizer(
+    spec: OptimizerSpec,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    momentum: float = 0.0,
+    weight_decay: float | None = None,
+    clip: float | None = None,
+) -> None:
+    """Raise SettingsError if the optimiser cannot be made for these parameters, or cannot take a step."""
+    copies = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    for parameter in copies.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = make_optimizer(spec, copies, 0.1, momentum=momentum, weight_decay=weight_decay, clip=clip)
+    try:
+        optimizer.step()
+    except (Exception, SystemExit) as error:
+        raise SettingsError(f"optimizer {spec!r} cannot take a step: {type(error).__name__}: {error}") from error
 
 
 def check_training(parts: Parts) -> None:

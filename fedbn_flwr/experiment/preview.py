@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable, Sequence
 
+import torch
 from rich.filesize import decimal
 from torch import Tensor
 
-from fedbn_flwr.data.partitions import Options
+from fedbn_flwr.cores import cores
+from fedbn_flwr.data.kinds import Options
+from fedbn_flwr.errors import few
+from fedbn_flwr.extensions import part
 from fedbn_flwr.models.tensors import sent_dtype
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.report.tables import as_text, partition_table
-from fedbn_flwr.text import columns_in_words
+from fedbn_flwr.results.text import columns_in_words, duration
 
 from .data import examples_of, load_data, rows_by_domain, shares_of
 from .file.layers import Setting, settings_of
 from .listeners.evaluate import Evaluate
 from .parts import Parts, counts_of
 from .prepare import prepare
-from .run.side_by_side import best_at_once, why_one
 from .settings import Experiment, Settings
 
 
@@ -42,7 +47,9 @@ class ExplainedRun:
         self.down = (*(role for role in self.model if role not in {Role.COUNTER, *kept}), *traits.also_sent)
         self.up = (*(role for role in self.model if role not in unsent), *traits.also_sent)
         self.columns = prepared.dataset.columns if prepared.dataset else {}  # the use of each; empty without the data
-        self.tests, self.together = _tests_of(prepared), _together(prepared)
+        in_words = part("pools", "in_words") if prepared.run.engine.together != 1 else lambda prepared: ""
+        self.tests, self.together = _tests_of(prepared), in_words(prepared)  # how many clients train at once
+        self.steps, self.seconds = _steps(prepared), _seconds(prepared)  # of training, and of one step
 
     def bytes_of(self, sent: Iterable[str]) -> int:
         """As the arrays of these roles travel."""
@@ -82,17 +89,32 @@ def _tests_of(prepared: Parts) -> tuple[str, int | None]:
     return "own" if asked.only_own else "all, own", (on_all + on_own) * len(dataset.test) if dataset else None
 
 
-def _together(prepared: Parts) -> str:
-    """How many clients train at once, or why only one does; empty unless `engine.together` is set."""
-    if prepared.run.engine.together == 1:
-        return ""
-    if (problem := why_one(prepared)) is not None:
-        return f"clients train one after the other: {problem}"
-    if (clients := min(best_at_once(prepared), prepared.run.clients)) == 1:
-        return "each process trains one client at a time"
-    copies = 3 if prepared.run.train.momentum else 2  # values, gradients and momentum
-    size = copies * clients * sum(value.nbytes for value in prepared.model.parameters())
-    return f"{clients} clients train at once, with {decimal(size)} for their models"
+def _steps(prepared: Parts) -> int | None:
+    """The training steps of all clients in the run; None if the sites know the number."""
+    run, unseen = prepared.run, prepared.run.evaluate.unseen.clients
+    if run.train.steps is not None:
+        return run.rounds * run.training_clients * run.train.steps
+    if prepared.dataset is None:
+        return None
+    counts = [len(part) for client, part in enumerate(prepared.partition) if client not in unseen]
+    return run.rounds * (run.train.epochs or 1) * sum(math.ceil(count / run.train.batch_size) for count in counts)
+
+
+def _seconds(prepared: Parts) -> float:
+    """About the time of a training step, on a CPU: a backward pass takes twice as long as a forward pass."""
+    run, threads = prepared.run, torch.get_num_threads()
+    if prepared.device.type != "cpu" or run.data.crop is not None:
+        return 0.0
+    inputs, model = prepared.shape.blank(run.train.batch_size), prepared.model.eval()
+    torch.set_num_threads(run.engine.threads)
+    try:
+        with torch.inference_mode():
+            model(inputs)  # the first pass takes longer
+            begun = time.perf_counter()
+            model(inputs)
+            return 3 * (time.perf_counter() - begun)
+    finally:
+        torch.set_num_threads(threads)
 
 
 # --- as text ------------------------------------------------------------------
@@ -104,7 +126,7 @@ def pages(
     """What `fedbn explain` prints; `every`: the settings with default values too."""
     first, *others = runs
     shared = [setting for setting in first.settings if all(setting in other.settings for other in others)]
-    found = [f"{experiment.name}: {experiment.description}" if experiment.description else experiment.name]
+    found = [_in_short(experiment, runs)]
     found.append(_settings("settings", shared, every))
     if others:
         for run in runs:
@@ -117,6 +139,22 @@ def pages(
     found += [as_text(_traffic(run)) for run in runs]
     found += [as_text(_tests(runs))] if any(run.tests[1] != 0 for run in runs) else []
     return found + [f"run {run.label}: {run.together}" for run in runs if run.together]
+
+
+def _in_short(experiment: Experiment, runs: Sequence[ExplainedRun]) -> str:
+    """Three lines: the experiment, what it compares, and how long that may take."""
+    seeds, known = len(experiment.runs) // len(runs), [run for run in runs if run.steps is not None]
+    labels, repeated = few((run.label for run in runs), 8), f", each with {seeds} seeds" if seeds > 1 else ""
+    cost = f"{seeds * sum(run.steps or 0 for run in known):,} training steps" if known else "the sites know how long"
+    if seconds := seeds * sum((run.steps or 0) * run.seconds for run in known) / cores():
+        cost = f"at least {duration(seconds)} on this machine ({cost})"
+    return "\n".join(
+        [
+            f"{experiment.name}: {experiment.description}" if experiment.description else experiment.name,
+            f"compares {len(runs)} runs{repeated}: {labels}" if len(runs) > 1 else f"one run{repeated}: {labels}",
+            f"takes {cost}",
+        ]
+    )
 
 
 def _settings(title: str, settings: Sequence[Setting], every: bool) -> str:
@@ -133,6 +171,7 @@ def _model(run: ExplainedRun) -> list[tuple[str, ...]]:
     rows = [
         (role, str(len(found)), f"{sum(each.numel() for each in found):,}", decimal(run.bytes_of([role])))
         for role, found in run.model.items()
+        if role != Role.COUNTER  # it never travels
     ]
     title = f"model {values['model.name']}, {values['model.norm']}"
     return [(title, "arrays", "values", "size"), *rows]

@@ -1,5 +1,7 @@
 """The strategies that an experiment's `strategy:` section can name, in words and as objects.
 
+Neither Flower nor PyTorch is imported until a strategy is made.
+
 Flower's are used inside `MeanStatistics`: a server optimiser must not step along statistics, since a variance could
 become negative, a robust rule must not measure distances by them, and counters are not weights. For robust rules the
 statistics are the median of the clients' values instead of their mean, which one malicious client could set to any
@@ -8,30 +10,54 @@ value.
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
-from flwr.serverapp import strategy as flower
-from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr import named
+from fedbn_flwr import named, strategies
 from fedbn_flwr.declared import check, declarations
-from fedbn_flwr.errors import SettingsError, did_you_mean
+from fedbn_flwr.errors import FedbnError, SettingsError, did_you_mean
 from fedbn_flwr.extensions import declared
-from fedbn_flwr.messages import protocol
-from fedbn_flwr.strategies import MeanStatistics, Rule, Wrapper, _names, as_rule
+from fedbn_flwr.messages.protocol import TRAIN_LOSS
 from fedbn_flwr.trees import Draft, Tree
+
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy
+
+
+# The strategies of this package by what they are for; those of extensions are around another one.
+FAMILIES: dict[str, list[str]] = {
+    "To compare with": ["FedAvg"],
+    "One model for all": ["FixBN", "FedTAN", "FedTANII", "FedAvgGlobalStats", "HBN", "FedWon", "HeteroBN"],
+    "A model for each client": ["FedBN", "SiloBN", "FedRep", "Standalone"],
+    "Local training and weights": ["FedProx", "FedNova", "Scaffold", "GlobalMomentum", "FedBS"],
+    "Around another strategy": ["MeanStatistics", *declared("strategies")],
+}
+_NAMES = "fedbn_flwr.strategies._names"  # registers them: from .fedavg import FedAvg as FedAvg
+_PLACES = declared("strategies") | {
+    name.name: f"fedbn_flwr.strategies.{line.module}:{name.name}"
+    for line in named.tree(_NAMES).body
+    if isinstance(line, ast.ImportFrom) and line.level
+    for name in line.names
+    if name.name[0].isupper()
+}
+FAMILIES["Others"] = sorted(_PLACES.keys() - {*chain(*FAMILIES.values())})
+STRATEGIES = (*chain(*FAMILIES.values()),)
 
 
 @dataclass(frozen=True)
 class OfFlower:
     """A strategy of Flower that an experiment can name."""
 
-    strategy: type[Strategy]
     does: str
     robust: bool = False  # withstands some malicious clients
     needs: Callable[[int], int] | None = None  # the number of clients for so many malicious ones
@@ -39,40 +65,32 @@ class OfFlower:
 
 
 FLOWER: dict[str, OfFlower] = {
-    "FedAdam": OfFlower(flower.FedAdam, "Adam on the server, along the clients' mean change (Reddi et al. 2021)"),
-    "FedYogi": OfFlower(flower.FedYogi, "Yogi on the server, along the clients' mean change (Reddi et al. 2021)"),
-    "FedAdagrad": OfFlower(
-        flower.FedAdagrad, "Adagrad on the server, along the clients' mean change (Reddi et al. 2021)"
-    ),
-    "FedAvgM": OfFlower(flower.FedAvgM, "momentum on the server (Hsu et al. 2019)"),
+    "FedAdam": OfFlower("Adam on the server, along the clients' mean change (Reddi et al. 2021)"),
+    "FedYogi": OfFlower("Yogi on the server, along the clients' mean change (Reddi et al. 2021)"),
+    "FedAdagrad": OfFlower("Adagrad on the server, along the clients' mean change (Reddi et al. 2021)"),
+    "FedAvgM": OfFlower("momentum on the server (Hsu et al. 2019)"),
     "QFedAvg": OfFlower(
-        flower.QFedAvg,
         "clients with a higher loss count more, by the exponent q (Li et al. 2020)",
-        defaults={"train_loss_key": protocol.TRAIN_LOSS},
+        defaults={"train_loss_key": TRAIN_LOSS},
     ),
-    "FedMedian": OfFlower(flower.FedMedian, "the median of the clients' values (Yin et al. 2018)", True),
-    "FedTrimmedAvg": OfFlower(
-        flower.FedTrimmedAvg, "the mean without the share beta of values at each end (Yin et al. 2018)", True
-    ),
+    "FedMedian": OfFlower("the median of the clients' values (Yin et al. 2018)", True),
+    "FedTrimmedAvg": OfFlower("the mean without the share beta of values at each end (Yin et al. 2018)", True),
     "Krum": OfFlower(
-        flower.Krum,
-        "the model that is nearest to its neighbours (Blanchard et al. 2017)",
-        True,
-        lambda bad: 2 * bad + 3,
+        "the model that is nearest to its neighbours (Blanchard et al. 2017)", True, lambda bad: 2 * bad + 3
     ),
     "MultiKrum": OfFlower(
-        flower.MultiKrum,
         "the mean of the models that are nearest to their neighbours (Blanchard et al. 2017)",
         True,
         lambda bad: 2 * bad + 3,
     ),
     "Bulyan": OfFlower(
-        flower.Bulyan,
         "models chosen by Krum, and the mean of the values around their median (El Mhamdi et al. 2018)",
         True,
         lambda bad: 4 * bad + 3,
     ),
 }
+
+FAMILIES["Flower's own"] = [*FLOWER]
 
 # Flower accepts any value of these, and with fraction_train 0 it trains nothing.
 _LIMITS: dict[str, tuple[object, ...]] = {
@@ -92,16 +110,6 @@ _OF_FLOWER: dict[str, tuple[object, ...]] = {
 }
 
 
-# The names of the strategies of this package and of its extensions, which are imported when they are used.
-STRATEGIES = (
-    *(
-        name
-        for name, value in vars(_names).items()
-        if isinstance(value, type) and issubclass(value, Rule) and value not in (Rule, Wrapper)
-    ),
-    *declared("strategies"),
-)
-
 # An experiment file cannot set these: they are objects or functions, or `**options`, which has no value of its own.
 _NOT_IN_FILES = {
     "self", "options", "strategy", "needs", "train_metrics_aggr_fn", "evaluate_metrics_aggr_fn", "selection_rule",
@@ -110,13 +118,13 @@ _NOT_IN_FILES = {
 
 
 def class_of(name: str) -> type[Strategy]:
-    strategy: type[Strategy] = getattr(_names, name) if name in STRATEGIES else FLOWER[name].strategy
-    return strategy
+    place = _PLACES.get(name, f"flwr.serverapp.strategy:{name}")
+    return pkgutil.resolve_name(place)  # type: ignore[no-any-return]
 
 
 def arguments(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
     """The arguments that an experiment file may set, inherited ones included, with what `declared` can check."""
-    inner = strategy.wraps if issubclass(strategy, Wrapper) else None
+    inner = strategy.wraps if issubclass(strategy, strategies.Wrapper) else None
     # A rule that creates the strategy it wraps passes its options on to that strategy, not to its own base class.
     classes = strategy.__mro__ if inner is None else (strategy, *inner.__mro__)
     accepted: dict[str, inspect.Parameter] = {}
@@ -130,18 +138,54 @@ def arguments(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
 
 
 def _takes_base(cls: type[Strategy]) -> bool:
-    return issubclass(cls, Wrapper) and cls.wraps is None
+    return issubclass(cls, strategies.Wrapper) and cls.wraps is None
 
 
 def check_strategy(spec: Tree, section: str = "strategy") -> Tree:
-    """Return the section; SettingsError if its name, or the name of its base, is not a strategy."""
-    name = spec.get("name")
-    if not (isinstance(name, str) and (named.is_name(name) or name in FLOWER or name in STRATEGIES)):
-        known = did_you_mean(str(name), {*STRATEGIES, *FLOWER})
-        raise SettingsError(f"{section}.name={name!r} is not a strategy; {known}, or module:callable for your own")
-    if isinstance(base := spec.get("base"), Mapping) and not named.is_name(name):
+    """Return the section; SettingsError if its name or an argument, or one of its base, is unknown."""
+    name, base = str(spec.get("name", "")), spec.get("base")
+    named.check_name(f"{section}.name", name, {*STRATEGIES, *FLOWER}, "a strategy")
+    if named.is_name(name):
+        return spec
+    if isinstance(base, Mapping):
         check_strategy(base, f"{section}.base")
+    keywords, inside = _keywords(name), str(base.get("name")) if isinstance(base, Mapping) else "FedAvg"
+    own = [key for key in keywords if key not in _NOT_IN_FILES]
+    known = [*own, "name", *(["base"] if "strategy" in keywords else [])]
+    for key in (key for key in spec if key not in known):
+        hint = "" if key != "base" else f"{name} wraps no other strategy; "
+        if "base" in known and inside in {*STRATEGIES, *FLOWER} and key in _keywords(inside):
+            hint = f"give it to its base: base: {{name: {inside}, {key}: {spec[key]}}}; "
+        raise SettingsError(
+            f"{section}.{key} (= {spec[key]!r}) is not an argument of {name}; {hint}{did_you_mean(str(key), known)}"
+        )
     return spec
+
+
+def _keywords(name: str) -> dict[str, None]:
+    """The arguments of a strategy, by its source where it is one of this library: PyTorch is not imported."""
+    return _in_source(*_PLACES[name].split(":")) if name in _PLACES else dict.fromkeys(arguments(class_of(name)))
+
+
+@functools.cache
+def _in_source(module: str, name: str) -> dict[str, None]:
+    """The arguments of a class, with those that its `**options` passes on."""
+    body = named.tree(module).body
+    imports = ((line, alias) for line in body if isinstance(line, ast.ImportFrom) for alias in line.names)
+    for line, alias in imports:
+        if name == (alias.asname or alias.name):
+            place = importlib.util.resolve_name("." * line.level + (line.module or ""), module.rpartition(".")[0])
+            return _in_source(place, alias.name) if place.startswith("fedbn_flwr") else {}
+    classes = [line for line in body if isinstance(line, ast.ClassDef) and line.name == name]
+    inside = [line for found in classes for line in found.body]
+    inits = [line.args for line in inside if isinstance(line, ast.FunctionDef) and line.name == "__init__"]
+    own = dict.fromkeys(each.arg for init in inits for each in (*init.args, *init.kwonlyargs))
+    if inits and inits[0].kwarg is None:
+        return own
+    wraps = [line.value for line in inside if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "wraps"]
+    for base in wraps or [base for found in classes for base in found.bases]:
+        own |= _in_source(module, ast.unparse(base))
+    return own
 
 
 def build_strategy(spec: Tree, section: str = "strategy", **defaults: object) -> Strategy:
@@ -151,6 +195,8 @@ def build_strategy(spec: Tree, section: str = "strategy", **defaults: object) ->
     default FedAvg. `defaults` are arguments that the file may omit; each strategy, a base included, receives those that
     it accepts. Errors name the keys below `section`.
     """
+    from flwr.serverapp.strategy import Strategy
+
     options = dict(spec)
     name = options.pop("name")
     made: Any = named.load(f"{section}.name", name) if named.is_name(name) else class_of(name)
@@ -171,25 +217,15 @@ def _built(cls: type[Strategy], name: str, options: Draft, section: str, default
     defaults |= of_flower.defaults if of_flower else {}
     known, limits = arguments(cls), _LIMITS | (_OF_FLOWER if of_flower else {})
     positional: list[Strategy] = []
-    inside = ""  # the name of the base
     if _takes_base(cls):
         base = options.pop("base", {"name": "FedAvg"})
         if not isinstance(base, Mapping):
             raise SettingsError(f"{section}.base is {base!r}; expected a strategy, for instance {{name: FedAvg}}")
-        inside = str(base.get("name"))
         positional.append(build_strategy(base, f"{section}.base", **defaults))
     for key in options:
-        if key not in known:
-            hint = "" if key != "base" else f"{name} wraps no other strategy; "
-            if inside in (*STRATEGIES, *FLOWER) and key in arguments(class_of(inside)):
-                hint = f"give it to its base: base: {{name: {inside}, {key}: {options[key]}}}; "
-            raise SettingsError(
-                f"{section}.{key} (= {options[key]!r}) is not an argument of {name}; "
-                f"{hint}{did_you_mean(key, [*known, 'name', *(['base'] if inside else [])])}"
-            )
         # The constructor of a rule checks the others itself.
         declared: Any = known[key].annotation
-        if declared is not None and (key in limits or not issubclass(cls, Rule)):
+        if declared is not None and (key in limits or not issubclass(cls, strategies.Rule)):
             if key in limits:  # in place of the limits that it has in Python
                 declared = Annotated[getattr(declared, "__origin__", declared), *limits[key]]
             check(f"{section}.{key} of {name}", options[key], declared)
@@ -201,31 +237,38 @@ def _built(cls: type[Strategy], name: str, options: Draft, section: str, default
     if of_flower is None:
         return made
     statistics: Literal["median", "mean"] = "median" if of_flower.robust else "mean"
-    return MeanStatistics(as_rule(made, defaults.get("seed", 0)), statistics=statistics)
+    return strategies.MeanStatistics(strategies.as_rule(made, defaults.get("seed", 0)), statistics=statistics)
 
 
 def personalises(spec: Tree) -> bool:
-    """Whether clients of a strategy keep a part of the model; not if it cannot be made, for which its run has an error.
+    """Whether clients of a strategy keep a part of the model, as its class declares by `traits`, or `kept` says.
 
-    A user's strategy may need packages on the server that a node lacks.
+    If a strategy of the user cannot be imported, its run has an error; a node may lack packages that it needs.
     """
-    with suppress(Exception):
-        return bool(as_rule(build_strategy(spec)).traits.local)
-    return False
+    name, base = str(spec["name"]), spec.get("base")
+    is_known = name in FAMILIES["A model for each client"]
+    if is_known or spec.get("kept") or (isinstance(base, Mapping) and personalises({"name": "FedAvg", **base})):
+        return True
+    made: object = None
+    with suppress(FedbnError):
+        made = named.load("strategy.name", name) if named.is_name(name) else None
+    return bool(getattr(getattr(getattr(made, "func", made), "traits", None), "local", ()))
 
 
 def in_a_line(name: str) -> str:
     """What a strategy does."""
-    return f"Flower's own: {FLOWER[name].does}" if name in FLOWER else _first_line(class_of(name))
+    return FLOWER[name].does if name in FLOWER else _lines(_PLACES[name])[0].rstrip(".")
 
 
 def in_words(name: str) -> str:
     """A strategy with its paper, from the docstrings of its module and its class, which describes its arguments."""
-    cls = class_of(name)
-    about = (inspect.getdoc(cls) or "").partition("\n")[2]
-    inside = "\n\nAn experiment names the strategy inside by `base` (FedAvg)." if _takes_base(cls) else ""
-    return f"{name}: {in_a_line(name)}\n{_first_line(inspect.getmodule(cls))}\n{about}{inside}"
+    if name in FLOWER:
+        return f"{name}: {in_a_line(name)}\n{inspect.getdoc(class_of(name))}"
+    place = _PLACES[name]
+    first, *about = _lines(place)
+    inside = ["\nAn experiment names the strategy inside by `base` (FedAvg)."] if "strategy : Strategy" in about else []
+    return "\n".join([f"{name}: {first.rstrip('.')}", _lines(place.partition(":")[0])[0].rstrip("."), *about, *inside])
 
 
-def _first_line(thing: object) -> str:
-    return (inspect.getdoc(thing) or "").split("\n")[0].rstrip(".")
+def _lines(place: str) -> list[str]:
+    return named.docstring(place).split("\n")

@@ -25,16 +25,16 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.partitions import KINDS, Options, OwnOptions
+from fedbn_flwr.data.kinds import KINDS, Options, OwnOptions
 from fedbn_flwr.data.schema import Positive, Problem, Section, Several, expects, setting
 from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import SettingsError, did_you_mean, few
-from fedbn_flwr.models import build as models
-from fedbn_flwr.named import is_name
-from fedbn_flwr.norms.convert import check_kind
+from fedbn_flwr.models import MODELS
+from fedbn_flwr.named import check_name, is_name
+from fedbn_flwr.norms import NORMS
 from fedbn_flwr.results.metric_key import UNSEEN, NewcomerStatistics
+from fedbn_flwr.results.text import file_name, shorten
 from fedbn_flwr.tasks import LOSSES, METRICS
-from fedbn_flwr.text import file_name, shorten
 from fedbn_flwr.trees import Tree
 
 from .file.content import KEYS_OF_A_FILE
@@ -43,7 +43,7 @@ from .registry import check_strategy
 # --- types that a file can write in several forms, such as a part by its name, or with its options ---
 
 AUGMENTATIONS = ("flip", "crop", "resized_crop", "rotate")
-OWN = "module:callable"
+OWN, A_NORM = "module:callable", "a kind of normalisation"
 
 
 def _kind_of(partition: object) -> object:
@@ -184,11 +184,11 @@ class Renorm(Section):
 
 
 class Model(Section):
-    name: Annotated[str, AfterValidator(models.check_name)] = setting(
+    name: Annotated[str, AfterValidator(lambda name: check_name("model.name", name, MODELS, "a model"))] = setting(
         "cnn", "a [network](#networks), or `module:callable`, a [network of your own](own-parts.md#network)"
     )
     options: Tree = setting({}, "further arguments of the network, for instance `{hidden: 64}` of `mlp`")
-    norm: Annotated[str, AfterValidator(check_kind)] = setting(
+    norm: Annotated[str, AfterValidator(lambda name: check_name("model.norm", name, NORMS, A_NORM))] = setting(
         "bn",
         "what replaces every batch norm: a [normaliser](#normalisers), or `module:callable`, a [normaliser of "
         "your own](own-parts.md#normaliser)",
@@ -499,8 +499,8 @@ class Engine(Section):
     )
     timeout: float = setting(
         3600,
-        "seconds that a round may take; it doesn't apply where clients train in the waiting process "
-        "(`engine.workers: 0`, and several runs side by side by `--jobs`)",
+        "seconds that the server waits for the replies to its messages; it doesn't apply where clients train in the "
+        "waiting process (`engine.workers: 0`, and several runs side by side by `--jobs`)",
         gt=0,
         le=1_000_000,
     )

@@ -12,9 +12,10 @@ The kinds of parts:
 - client_mods: by config key, a mod (message, context, call_next) for messages with this key. Its `keys` document the
   config keys; it removes them from the message that it passes on
 - commands: a function that adds a command such as `fedbn check` to the parser of `fedbn`
-- engines: by the value of `engine.name`, a context manager that yields the grids of an experiment's runs
-- pools: "together", a pool of the local engine that trains several clients at once, and "problem", a function that
-  says why it would train a client's round alone
+- engines: by the value of `engine.name`, a context manager that yields what makes the pools of an experiment's runs
+- pools: "together", a pool of the local engine that trains several clients at once; functions of a run's parts,
+  "clients_at_once", how many it trains, and "in_words"; "hint", a function of several runs, whether it were faster;
+  "ray", a Ray cluster, which makes pools of actors
 - passes: "compiled", which compiles the gradient of a round
 - queries: by action, a function (content, context) that answers `query.ACTION`
 - strategies: by name, a class, which then appears in `fedbn_flwr.strategies` and `fedbn list strategies`
@@ -24,6 +25,8 @@ import importlib
 import pkgutil
 from functools import cache
 from typing import Any
+
+from fedbn_flwr.errors import MissingPackage
 
 
 @cache
@@ -42,5 +45,7 @@ def parts(kind: str) -> list[Any]:
 
 
 def part(kind: str, name: str) -> Any:
-    """The part of this kind and name; KeyError if no installed extension declares it."""
+    """The part of this kind and name; MissingPackage if no extension declares it, because its folder was deleted."""
+    if name not in declared(kind):
+        raise MissingPackage(f"{name!r} of {kind} needs a folder that was deleted from fedbn_flwr/extensions")
     return pkgutil.resolve_name(declared(kind)[name])

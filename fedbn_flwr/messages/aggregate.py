@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from fedbn_flwr.cores import cores
 from fedbn_flwr.norms.roles import mean_of
 
 from .arrays import Arrays as Arrays
@@ -28,9 +26,7 @@ def total_weight(weights: Sequence[float]) -> float:
     return total
 
 
-_PIECE = 1 << 15  # elements summed at a time, in the cache; for fewer, threads would wait for Python's global lock
-_THREADS = min(8, cores())
-_LARGE = 1 << 20  # elements for each thread: starting a thread takes as long as adding about 100,000 elements
+_PIECE = 1 << 16  # elements summed at a time, so that the sum stays in the processor's cache
 
 
 def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
@@ -38,23 +34,38 @@ def weighted_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays
 
     Sums are in float64 and in the order of `replies`. So the mean of equal arrays is exactly that array: the mean of
     ten integers 16 is 16. Rounding errors do not grow with the number of clients. Integers are rounded to the nearest;
-    booleans are decided by majority. Apart from the replies and the result, it needs little memory.
+    booleans are decided by majority. A reply without weight has no part, whatever its values are.
     """
     total = total_weight(weights)
-    given = [reply for reply, _ in zip(replies, weights, strict=True)]
-    blocks: dict[object, list[str]] = {}  # keys whose arrays are averaged as one: the small ones of a dtype
-    for key, value in given[0].items():
-        blocks.setdefault(value.dtype if value.size < _PIECE else key, []).append(key)
-    flat = _means([[_joined(reply, keys) for reply in given] for keys in blocks.values()], weights, total)
+    given = [(reply, weight) for reply, weight in zip(replies, weights, strict=True) if weight]
+    heaviest, _ = max(given, key=lambda pair: pair[1])
     means: dict[str, Array] = {}
-    for keys, mean in zip(blocks.values(), flat, strict=True):
-        means |= zip(keys, np.split(mean, np.cumsum([given[0][key].size for key in keys])[:-1]), strict=True)
-    return {key: frozen(means[key].reshape(value.shape)) for key, value in given[0].items()}
+    for key, start in heaviest.items():
+        values = [(reply[key].reshape(-1), weight) for reply, weight in given]
+        places = [slice(begin, begin + _PIECE) for begin in range(0, max(start.size, 1), _PIECE)]
+        pieces = [_mean(start.reshape(-1)[at], [(value[at], p) for value, p in values], total) for at in places]
+        means[key] = frozen(np.concatenate(pieces).reshape(start.shape))
+    return means
 
 
-def _joined(arrays: Arrays, keys: Sequence[str]) -> Array:
-    flat = [arrays[key].reshape(-1) for key in keys]
-    return np.concatenate(flat) if len(keys) > 1 else flat[0]
+def _mean(start: Array, values: Sequence[tuple[Array, float]], total: float) -> Array:
+    """sum_i p_i w_i; for 64-bit values start + sum_i p_i (w_i - start), since a float64 sum would round equal ones.
+
+    It adds one value after another, so an element's mean does not depend on its position, as it would with BLAS.
+    """
+    dtype, is_wide, summed = start.dtype, start.dtype.itemsize > 4, np.zeros(start.size)
+    for value, weight in values:
+        row = value.astype(np.float64)
+        if is_wide:
+            row -= start
+        row *= weight
+        summed += row
+    summed /= total
+    if is_wide and dtype.kind in "iu":  # float64 would round large integers
+        odd = start % 2  # halves are rounded to even integers
+        return np.asarray(start - odd + np.rint(summed + odd).astype(np.int64).astype(dtype))
+    with np.errstate(invalid="ignore"):
+        return cast(start + summed if is_wide else summed, dtype)
 
 
 def pooled_mean(replies: Iterable[Arrays], weights: Sequence[float]) -> Arrays:
@@ -85,53 +96,6 @@ def squared_distance(arrays: Arrays, center: Arrays) -> dict[str, Array]:
             key: np.square(np.subtract(arrays[mean_of(key)], center.get(mean_of(key), 0.0), dtype=np.float64))
             for key in variance_keys(arrays)
         }
-
-
-def _means(arrays: Sequence[Sequence[Array]], weights: Sequence[float], total: float) -> list[Array]:
-    """The mean of the flat arrays of each key; threads share out the pieces of all keys.
-
-    The result does not depend on the number of threads or, unlike results of BLAS, on an element's position. 64-bit
-    values are summed as differences from the values with the largest weight, since a float64 sum would round equal
-    values.
-    """
-    largest = max(range(len(weights)), key=weights.__getitem__)
-    means = [np.empty(values[0].size, values[0].dtype) for values in arrays]
-    pieces = (
-        (values, mean, slice(begin, begin + _PIECE))
-        for values, mean in zip(arrays, means, strict=True)
-        for begin in range(0, mean.size, _PIECE)
-    )
-
-    def set_means(pieces: Iterable[tuple[Sequence[Array], Array, slice]]) -> None:
-        scratch = np.empty(_PIECE)
-        for values, mean, place in pieces:
-            start = values[largest][place] if mean.dtype.itemsize > 4 else None
-            summed = np.zeros(mean[place].size)
-            row = scratch[: summed.size]
-            for value, weight in zip(values, weights, strict=True):  # while the sum is in the cache
-                if not weight:
-                    continue  # zero times a difference that is too large would be NaN
-                row[:] = value[place]
-                if start is not None:
-                    row -= start
-                row *= weight
-                summed += row
-            summed /= total
-            whole = summed if start is None else start + summed
-            with np.errstate(invalid="ignore"):
-                mean[place] = cast(whole, mean.dtype)
-            if start is not None and mean.dtype.kind in "iu" and (far := np.abs(whole) >= 2**53).any():
-                step = np.rint(np.abs(summed[far])).astype(mean.dtype)  # float64 would round these integers
-                mean[place][far] = np.where(summed[far] < 0, start[far] - step, start[far] + step)
-
-    threads = max(1, min(_THREADS, sum(mean.size for mean in means) // _LARGE))
-    if threads == 1:
-        set_means(pieces)
-        return means
-    waiting = iter([*pieces])  # an iterator over a list, from which each thread takes its next piece
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(set_means, [waiting] * threads))
-    return means
 
 
 def cast(total: Array, dtype: DType) -> Array:

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import functools
 import io
-import math
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from flwr.common.constant import SType
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fedbn_flwr.errors import MessageError
+from fedbn_flwr.internals import SType
 from fedbn_flwr.norms.roles import Role, is_variance, roles
 
 Values = NDArray[Any]  # `aggregate.Array` elsewhere; here it has the name of Flower's class
@@ -120,49 +118,34 @@ def record_of(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
     return pack(unpack(arrays))
 
 
-def _read(key: str, array: FlowerArray) -> Values:
-    try:
-        if array.stype != SType.NUMPY:
-            raise MessageError("it is not serialised as an array")
-        value, shape = read_npy(array.data), tuple(array.shape)
-    except Exception as error:  # others are of Python or NumPy: the attributes may be of any type
-        reason = f": {error}" if isinstance(error, MessageError) else ""
-        raise MessageError(f"its array {key!r} cannot be read{reason}") from None
-    if (array.dtype, shape) != (str(value.dtype), value.shape):
-        raise MessageError(
-            f"its array {key!r} is declared as {array.dtype!r:.40} of shape {shape!s:.80}, "
-            f"but its bytes are {value.dtype} of shape {value.shape}"
-        )
-    return value
-
-
-def read_npy(data: bytes) -> Values:
-    """The array of numbers in the bytes of a .npy file, not copied; MessageError for other bytes.
-
-    Nothing is allocated for a shape that does not fit the bytes, as numpy.load would.
-    """
-    start = 10 + int.from_bytes(data[8:10], "little")
-    shape, fortran_order, dtype = _header(data[:start])
-    if math.prod(shape) * dtype.itemsize == len(data) - start and min(shape, default=0) >= 0:
-        values = np.frombuffer(data, dtype, offset=start) if len(data) > start else np.empty(0, dtype)
-        with suppress(TypeError, ValueError):  # booleans, too many axes, or one of no size and others too long
-            return values.reshape(shape, order="F" if fortran_order else "C")
-    raise MessageError(f"its header says {dtype} of shape {shape!s:.80}, which doesn't match its {len(data)} bytes")
-
-
-_LONGEST_HEADER = 2048  # bytes; 64 axes fit
-
-
 @functools.lru_cache(maxsize=4096)  # NumPy parses the header as a Python literal
 def _header(start: bytes) -> tuple[tuple[int, ...], bool, DType]:
     """Shape, whether the order is Fortran's, and dtype, from the start of a .npy file."""
     stream = io.BytesIO(start)
+    if npy.read_magic(stream) != (1, 0):
+        raise ValueError
+    return npy.read_array_header_1_0(stream, max_header_size=2048)  # 64 axes fit
+
+
+def _read(key: str, array: FlowerArray) -> Values:
+    """The array of numbers in the bytes of a .npy file, not copied.
+
+    NumPy parses the header. The array is a view of the bytes, so nothing is allocated for a shape that they do not
+    fill, as `numpy.load` would.
+    """
     try:
-        if npy.read_magic(stream) != (1, 0):
+        data, declared = array.data, (array.dtype, tuple(array.shape))
+        begin = 10 + int.from_bytes(data[8:10], "little")
+        shape, fortran_order, dtype = _header(data[:begin])
+        if array.stype != SType.NUMPY or dtype.kind not in "biufc":
             raise ValueError
-        shape, fortran_order, dtype = npy.read_array_header_1_0(stream, max_header_size=_LONGEST_HEADER)
-    except Exception:  # of Python or NumPy: the header is a literal of any form
-        raise MessageError("it is not a .npy file of version 1.0 with a short header") from None
-    if dtype.kind not in "biufc":
-        raise MessageError("its header does not describe an array of numbers")
-    return shape, fortran_order, dtype
+        value: Values = np.ndarray(shape, dtype, data, begin, order="F" if fortran_order else "C")
+    except Exception:  # of Python or NumPy: the header is a literal of any form, and attributes may be of any type
+        expected = "expected the bytes of a whole .npy file of version 1.0 with numbers"
+        raise MessageError(f"its array {key!r} cannot be read; {expected}") from None
+    if declared != (str(dtype), value.shape):
+        raise MessageError(
+            f"its array {key!r} is declared as {array.dtype!r:.40} of shape {array.shape!s:.80}, "
+            f"but its bytes are {dtype} of shape {value.shape}"
+        )
+    return value

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,14 @@ from fedbn_flwr.tasks import SHARES
 
 from . import protocol
 from .arrays import Array, Arrays, record_of
-from .limits import MOST_EXAMPLES, form_problem, largest, values_problems
+from .limits import MOST_EXAMPLES, MOST_TIMES, form_problem, largest, values_problems
 from .quote import one_line, shown
 from .reply import Reply, is_partition, metric_name, partition_of, refusal, with_content
 
 _LARGEST = largest(np.dtype(float))
 _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits, and -2**63 has no positive counterpart
 _MOST_METRICS, _LONGEST_NAME = 1000, 1000  # each metric is in every line of a run's files, and a column of its tables
+_MANY = 10_000_000  # examples
 _MOST_BYTES = 1 << 18  # in names and numbers: enough for 1,000 metrics, or a list with numbers of 30,000 classes
 # The last words of the names of counts and of metrics between 0 and 1; the name of a test set may come before them.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES)
@@ -48,7 +50,7 @@ def gate(replies: Iterable[Message]) -> Gated:
     return replies if isinstance(replies, Gated) else Gated(map(_checked_reply, replies))
 
 
-def checked_content(content: RecordDict) -> RecordDict:
+def gated_content(content: RecordDict) -> RecordDict:
     """The content with its arrays in memory; MessageError names the first record or key that must not pass."""
     read: dict[str, ArrayRecord] = {}
     for name, record in content.items():
@@ -73,7 +75,7 @@ def _checked_reply(reply: Message) -> Message:
         reason = one_line(str(reply.error.reason or "")) or f"error code {reply.error.code}"
         return reply if reason == reply.error.reason else refusal(reply, reason, reply.error.code)
     try:
-        content = checked_content(reply.content)
+        content = gated_content(reply.content)
     except MessageError as error:  # name the client, as the errors from clients do
         partition = partition_of(reply.content)
         return refusal(reply, str(error) if partition is None else f"client {partition}: {error}")
@@ -123,14 +125,15 @@ def metric_problems(replies: Mapping[int, Reply]) -> dict[int, str]:
     """The problems of replies that report a metric in another form than most clients, by node.
 
     A form is one number, a list of numbers, or one number out of range. The last is fine if most clients report it,
-    since some ClientApps report percentages, or equal weights as numbers of examples.
+    since some ClientApps report percentages, or equal weights as numbers of examples. An absurd number of examples is a
+    problem too: above ten million, and more than 1,000 times the median of at least two others.
     """
     problems: dict[int, str] = {}
     metrics = {
         node: {metric_name(key): value for key, value in reply.metrics.items()} for node, reply in replies.items()
     }
     for key in dict.fromkeys(key for own in metrics.values() for key in own):
-        forms = {node: _form(key, own) for node, own in metrics.items() if key in own}
+        forms = {node: _form_of_metric(key, own) for node, own in metrics.items() if key in own}
         counts = Counter(forms.values())
         most = min(counts, key=lambda form: (-counts[form], form))  # if two forms are equally frequent, one number
         problems |= {
@@ -138,10 +141,18 @@ def metric_problems(replies: Mapping[int, Reply]) -> dict[int, str]:
             for node, form in forms.items()
             if form != most and (form[0], most[0]) != (0, 1)  # a percentage may be below 1
         }
+        large = {node: metrics[node][key] for node in forms if forms[node] == most} if key.endswith(_COUNTS) else {}
+        for node, count in large.items():
+            if count > _MANY and len(large) > 2:
+                middle = median(large[other] for other in large if other != node)
+                if count > MOST_TIMES * middle:
+                    problems[node] = (
+                        f"its metric {shown(key)} is {shown(count)}; the median of the others is {middle:g}"
+                    )
     return problems
 
 
-def _form(key: str, metrics: protocol.Config) -> tuple[int, str]:
+def _form_of_metric(key: str, metrics: protocol.Config) -> tuple[int, str]:
     value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
     if isinstance(value, list):
         return 2, "a list of numbers"

@@ -24,10 +24,10 @@ Metrics = dict[str, Any]  # the metrics of a reply: numbers, and lists of them
 
 @dataclass(frozen=True)
 class Key:
-    """The documentation of a config key: the type of its value, which isn't checked, and what it asks of the client."""
+    """The documentation of a config key: the type of its value, which is not checked, and what clients do for it."""
 
     value: str
-    asks: str
+    meaning: str
 
 
 PREFIX = "fedbn."

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.errors import MessageError, log_once
+from fedbn_flwr.internals import ErrorCode
 
 from . import protocol
 from .arrays import Arrays, arrays_in, config_of, configs_in, metrics_in, unpack
@@ -73,12 +73,6 @@ def partition_of(content: RecordDict) -> int | None:
         if is_partition(value):
             return int(value)  # type: ignore[arg-type]
     return None
-
-
-def sender_of(reply: Message) -> int:
-    """The number of the client that sent a reply: its partition or, if it reports none, its node id."""
-    partition = partition_of(reply.content)
-    return reply.metadata.src_node_id if partition is None else partition
 
 
 def arrays_of(content: Mapping[str, object], name: str = "arrays") -> ArrayRecord:
@@ -147,12 +141,12 @@ def common_metrics(replies: Sequence[protocol.Config]) -> list[MetricRecord]:
     return [MetricRecord({key: value for key, value in metrics.items() if key in common}) for metrics in replies]
 
 
-# What Flower's errors mean for ClientApps without a handler, by a part of their text.
-_NO_HANDLER = {
+# What the errors of other projects' ClientApps mean, by a part of their text.
+_CURES = {
     # KeyError for 'fitins.parameters' or 'evaluateins.parameters'
     "ins.parameters'": (
         "its ClientApp was made with a client_fn, which works only with Flower's old API; make it with "
-        "fedbn_flwr.client_app (docs/old-api.md)"
+        "fedbn_flwr.client_app (docs/flower.md)"
     ),
     "No query function registered with name 'exchange'": (
         "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
@@ -160,13 +154,18 @@ _NO_HANDLER = {
     "No query function registered with name 'survey'": (
         "its version of fedbn-flwr has no surveys; install the server's version there"
     ),
+    "Missing key(s) in state_dict": (
+        "its ClientApp loads a whole state dict, but the server sends neither what stays on the client nor what its "
+        "first model lacks; serve it by fedbn_flwr.client_app with a BNClient"
+    ),
 }
 
 
 def reason_of(reply: Message) -> str:
     """The reason of an error reply that has passed the gate."""
     reason = str(reply.error.reason)
-    return next((cure for text, cure in _NO_HANDLER.items() if text in reason), reason)
+    is_ours = reason.startswith("client ")
+    return next((cure for text, cure in _CURES.items() if text in reason and not is_ours), reason)
 
 
 def refusal(reply: Message, reason: str, code: int = ErrorCode.MOD_FAILED_PRECONDITION) -> Message:

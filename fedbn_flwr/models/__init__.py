@@ -1,1 +1,34 @@
-"""Networks by name."""
+"""Networks by name; PyTorch is imported when one is built."""
+
+from __future__ import annotations
+
+from fedbn_flwr.named import docstring
+
+# The functions and classes of the networks. Each takes num_classes, and in_channels, image_size and stem if it uses
+# them. One with input_shape takes inputs of any shape; all others take images. They draw the weights from torch's
+# global generator.
+MODELS = {
+    "cnn": "networks:cnn",
+    "lenet": "networks:lenet",
+    "mlp": "networks:mlp",
+    "linear": "networks:linear",
+    "cnn1d": "networks:CNN1d",
+    "digits_cnn": "networks:digits_cnn",
+    "fedbs_mnist": "networks:fedbs_mnist",
+    "fedbs_cifar": "networks:fedbs_cifar",
+    "resnet20": "networks:ResNet20",
+    "resnet18": "vision:resnet18",
+    "resnet50": "vision:resnet50",
+    "mobilenet_v2": "vision:mobilenet_v2",
+    "densenet121": "vision:densenet121",
+    "alexnet": "vision:alexnet",
+    "alexnet_bn": "networks:alexnet_bn",
+    "deeplabv3plus_mobilenet_v2": "vision:deeplabv3plus_mobilenet_v2",
+    "deeplabv3plus_resnet50": "vision:deeplabv3plus_resnet50",
+}
+
+
+def describe_models() -> dict[str, str]:
+    """Each model and the first line of its docstring."""
+    lines = {name: docstring(f"{__name__}.{place}").split("\n")[0] for name, place in MODELS.items()}
+    return lines | {"MODULE:CALLABLE": "a network of your own: a function of num_classes that returns a torch module"}

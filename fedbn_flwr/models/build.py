@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from pickle import UnpicklingError
 from types import MappingProxyType
@@ -13,53 +13,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
-from fedbn_flwr.named import accepted, in_a_line, is_name, load, path_of, signature_of
+from fedbn_flwr.named import accepted, check_name, in_a_line, is_name, load, path_of, signature_of
 from fedbn_flwr.norms.convert import NormOptions, convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.trees import Tree
 
-from .networks import CNN1d, ResNet20, alexnet_bn, cnn, digits_cnn, fedbs_cifar, fedbs_mnist, lenet, linear, mlp
+from . import MODELS
 from .tensors import check_tensors
-from .vision import (
-    Stem,
-    alexnet,
-    deeplabv3plus_mobilenet_v2,
-    deeplabv3plus_resnet50,
-    densenet121,
-    mobilenet_v2,
-    resnet18,
-    resnet50,
-)
-
-# Each function takes num_classes, and in_channels, image_size and stem if it uses them. One with input_shape takes
-# inputs of any shape; all others take images. They draw the weights from torch's global generator.
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "cnn": cnn,
-    "lenet": lenet,
-    "mlp": mlp,
-    "linear": linear,
-    "cnn1d": CNN1d,
-    "digits_cnn": digits_cnn,
-    "fedbs_mnist": fedbs_mnist,
-    "fedbs_cifar": fedbs_cifar,
-    "resnet20": ResNet20,
-    "resnet18": resnet18,
-    "resnet50": resnet50,
-    "mobilenet_v2": mobilenet_v2,
-    "densenet121": densenet121,
-    "alexnet": alexnet,
-    "alexnet_bn": alexnet_bn,
-    "deeplabv3plus_mobilenet_v2": deeplabv3plus_mobilenet_v2,
-    "deeplabv3plus_resnet50": deeplabv3plus_resnet50,
-}
-
-
-def check_name(name: str) -> str:
-    if not is_name(name) and name not in MODELS:
-        raise SettingsError(
-            f"model.name={name!r} is not a model; {did_you_mean(name, MODELS)}, or module:callable for your own"
-        )
-    return name
+from .vision import Stem
 
 
 def build_model(
@@ -97,7 +58,7 @@ def build_model(
     options
         Options of the norm.
     """
-    check_name(name)
+    check_name("model.name", name, MODELS, "a model")
     if weights is not None and norm == "fixup":
         raise SettingsError(f"model.weights is {weights!r}, but norm 'fixup' draws its own weights; use another norm")
     model = _network(name, num_classes, _input_arguments(input_shape, num_tokens), stem, arguments)
@@ -121,13 +82,13 @@ def _input_arguments(shape: Sequence[int] | None, num_tokens: int | None) -> Tre
 def _network(name: str, num_classes: int, of_inputs: Tree, stem: str, arguments: Tree) -> nn.Module:
     """The network before its norms are replaced: each gets the arguments that its signature names."""
     own = is_name(name)
-    make = load("model.name", name) if own else MODELS[name]
+    make: Callable[..., nn.Module] = load("model.name", name) if own else _shipped(name)
     given = accepted(make, {**of_inputs, **({"num_outputs": num_classes} if own else {"stem": stem})})
     if not own:
         _check_inputs(name, of_inputs, given)
     _check_arguments(name, make, arguments)
     if stem != "auto" and "stem" not in given:
-        choice = ", ".join(key for key, build in MODELS.items() if accepted(build, {"stem": stem}))
+        choice = ", ".join(key for key in MODELS if accepted(_shipped(key), {"stem": stem}))
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
     given |= arguments
     if not own:
@@ -136,6 +97,10 @@ def _network(name: str, num_classes: int, of_inputs: Tree, stem: str, arguments:
     model = own_module("model.name", name, **classes, **given)
     check_tensors(model)  # a trial pass would set the size of lazy layers
     return model
+
+
+def _shipped(name: str) -> Callable[..., nn.Module]:
+    return pkgutil.resolve_name(f"{__package__}.{MODELS[name]}")  # type: ignore[no-any-return]
 
 
 def _check_inputs(name: str, of_inputs: Tree, given: Tree) -> None:
@@ -229,9 +194,3 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], weights: str) ->
             f"model.weights={weights!r} has {len(state[key])} outputs, but the data have {len(drawn[key])} classes: "
             f"{last!r} keeps its initial values",
         )
-
-
-def describe_models() -> dict[str, str]:
-    """Each model and the first line of its docstring."""
-    lines = {name: (inspect.getdoc(make) or "").split("\n")[0] for name, make in MODELS.items()}
-    return lines | {"MODULE:CALLABLE": "a network of your own: a function of num_classes that returns a torch module"}

@@ -14,9 +14,10 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.named import accepted, call, is_name, load
+from fedbn_flwr.named import accepted, call, check_name, is_name, load
 from fedbn_flwr.trees import Draft, Tree
 
+from . import NORMS
 from .compound import DECLARE, computes_batch_norm, modules_after
 from .fixup import convolutions, fixup, residual_blocks
 from .roles import AFFINE, batch_norms, check_own
@@ -65,7 +66,6 @@ class NormOptions(TypedDict, total=False):
 class Normaliser(NamedTuple):
     """What replaces a batch norm, and what else changes in the model."""
 
-    text: str
     norm: Convert = nn.Identity
     options: tuple[str, ...] = ()  # it ignores all others
     standard: tuple[float, float | None] | None = None  # eps and gamma of the weights, if they are standardised
@@ -74,43 +74,33 @@ class Normaliser(NamedTuple):
     is_useful: Callable[[object, object], object] = lambda weights, norms: norms
 
 
-NORMS = {
-    "bn": Normaliser("batch norm: the model is not changed", whole=lambda model: model),
-    "gn": Normaliser("group norm with `groups` groups (default 2)", _group_norm, ("groups",)),
+NORMALISERS = {
+    "bn": Normaliser(whole=lambda model: model),
+    "gn": Normaliser(_group_norm, ("groups",)),
     # Group norm with one group, so gamma and beta are per channel; unlike nn.LayerNorm, examples may be of any size.
-    "ln": Normaliser("layer norm over channels and places of an example", partial(_group_norm, groups=1)),
-    "in": Normaliser("instance norm", InstanceNorm),
-    "none": Normaliser("no normalisation", is_useful=lambda *_: True),
+    "ln": Normaliser(partial(_group_norm, groups=1)),
+    "in": Normaliser(InstanceNorm),
+    "none": Normaliser(is_useful=lambda *_: True),
     "gn+ws": Normaliser(
-        "group norm, and convolutions with weight standardisation",
-        _group_norm,
-        ("groups",),
-        standard=(1e-5, None),
-        is_useful=lambda weights, norms: weights and norms,
+        _group_norm, ("groups",), standard=(1e-5, None), is_useful=lambda weights, norms: weights and norms
     ),
     # It needs the residual branches, so it converts the whole model.
-    "fixup": Normaliser("no normalisation, and Fixup's scalars and initial weights (for ResNets)", whole=fixup),
+    "fixup": Normaliser(whole=fixup),
     "won": Normaliser(
-        "no normalisation, and convolutions with scaled weight standardisation (FedWon); `branch_scale` for ResNets",
         options=("branch_scale",),
         standard=(1e-6, RELU_GAMMA),
         # It also removes batch norm, so a model without convolutions has a use for it.
         is_useful=lambda weights, norms: weights or norms,
     ),
-    "sbn": Normaliser(
-        "static batch norm: batch statistics, none tracked (HeteroFL)",
-        lambda layer, where: StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine),
-    ),
+    "sbn": Normaliser(lambda layer, where: StaticBatchNorm(layer.num_features, eps=layer.eps, affine=layer.affine)),
     "brn": Normaliser(
-        "batch renormalisation: the same output in training as in evaluation, within growing bounds",
         lambda layer, where, **bounds: BatchRenorm(
             layer.num_features, layer.eps, layer.momentum, layer.affine, **bounds
         ),
         ("r_max", "d_max", "warmup", "r_steps", "d_steps"),
     ),
     "hbn": Normaliser(
-        "hybrid batch norm: a learnt mix of the batch's statistics and the running ones (HBN)",
-        lambda layer, where: HybridBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine),
+        lambda layer, where: HybridBatchNorm(layer.num_features, layer.eps, layer.momentum, layer.affine)
     ),
 }
 
@@ -129,15 +119,6 @@ def _own(layer: _BatchNorm, where: str, name: str) -> nn.Module:
     return own_module("model.norm", name, layer.num_features, **options)
 
 
-def check_kind(kind: str) -> str:
-    if kind not in NORMS and not is_name(kind):
-        raise SettingsError(
-            f"model.norm={kind!r} is not a kind of normalisation; {did_you_mean(kind, NORMS)}, or module:callable for "
-            "your own"
-        )
-    return kind
-
-
 def convert_norm(model: nn.Module, kind: str, **options: Unpack[NormOptions]) -> nn.Module:
     """Replaces every batch norm of `model`, found by its type, with the normalisation layer `kind`.
 
@@ -148,8 +129,8 @@ def convert_norm(model: nn.Module, kind: str, **options: Unpack[NormOptions]) ->
     and `fixup` initialises weights. The model is changed in place and returned. If the model itself is a batch norm,
     its replacement is returned.
     """
-    check_kind(kind)
-    normaliser = Normaliser("", partial(_own, name=kind)) if is_name(kind) else NORMS[kind]
+    check_name("model.norm", kind, NORMS, "a kind of normalisation")
+    normaliser = Normaliser(partial(_own, name=kind)) if is_name(kind) else NORMALISERS[kind]
     own = _options_of(normaliser, options)
     if normaliser.whole:
         return normaliser.whole(model)

@@ -31,7 +31,7 @@ class Role(StrEnum):
     WEIGHTS = "weights"  # everything else
     AFFINE = "affine"  # gamma and beta of batch norm
     STATISTICS = "statistics"  # running mean and variance
-    COUNTER = "counter"  # num_batches_tracked, never sent
+    COUNTER = "counter"  # num_batches_tracked; sent and averaged only if the server's first model has it
 
 
 NORM_STATE = frozenset({Role.STATISTICS, Role.COUNTER})  # what batch norm measures, and does not learn

@@ -1,23 +1,22 @@
-"""Runs as Python objects, read from their folders: `Result` is one run, `Results` several."""
+"""A run as a Python object, read from its folder."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr import named
-from fedbn_flwr.errors import UserError, did_you_mean, few, needs
+from fedbn_flwr.errors import UserError, few, needs
+from fedbn_flwr.results.text import in_html
 from fedbn_flwr.tasks import title_of
-from fedbn_flwr.text import in_html
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Draft, Tree, flat_settings
 
-from .metric_key import MetricKey
-from .read.runs import Run, find_runs
-from .report.pictures import plot
-from .report.rows import Row, choose, group
-from .report.tables import ReportForm, as_html, numbers, tables, tables_as_text
+from .folder.clients import last_values
+from .folder.reader import RunReader, deciding
+from .folder.summary import Summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,11 +26,17 @@ if TYPE_CHECKING:
     from .report.figure import Plot
 
 
-class Result(Run):
+@dataclass(frozen=True, eq=False, repr=False)
+class Result:
     """One run: its settings, its metrics by round, and its model.
 
     A result doesn't change after it was read; `Result.read(result.folder)` reads a run again that has continued.
     """
+
+    folder: Path
+    summary: Summary  # the content of summary.json, for instance `summary.accuracy`; `summary.to_json()` is a dict
+    lines: list[Tree]  # of history.jsonl
+    allowed: Collection[str] = ()  # the names `module:callable` that its model may call
 
     @classmethod
     def read(cls, folder: str | Path, *, allow: str | Collection[str] = ()) -> Result:
@@ -40,13 +45,29 @@ class Result(Run):
         The folder's author chose what its model calls, so it may call only this library and what you `allow`, such as
         `"own:net"`.
         """
+        from fedbn_flwr import Results
+
         found = Results.read(folder, allow=allow)
         if len(found) > 1:
             raise UserError(
                 f"{str(folder)!r} holds {len(found)} runs: {few((run.folder.name for run in found), 5)}; give the "
-                "folder of one, or use Results.read"
+                f"folder of one, such as {str(found[0].folder)!r}"
             )
         return found[0]
+
+    @property
+    def label(self) -> str:
+        """The run's name in tables and plots."""
+        return self.summary.label
+
+    @cached_property
+    def config(self) -> Tree:
+        """All settings; `run(result.config, rounds=20)` repeats the run with a change."""
+        return self.files.config()
+
+    @property
+    def files(self) -> RunReader:
+        return RunReader(self.folder)
 
     @cached_property
     def history(self) -> pd.DataFrame:
@@ -57,7 +78,7 @@ class Result(Run):
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the model's outputs; empty if the server had no data."""
-        return tuple(self.files.model_description()["classes"] or ())
+        return self.files.model_description().classes
 
     def model(
         self, client: int | None = None, *, file: str = "model.safetensors", state: str | Path | None = None
@@ -74,6 +95,15 @@ class Result(Run):
         state
             A site's state folder, to make its personal model. Give `client` too if it holds several clients' states.
         """
+        from fedbn_flwr.results.units import in_units
+
+        network = self._network(client, file, state)
+        in_units(network, self.files.model_description().units)  # for as long as it lives
+        return network
+
+    def _network(
+        self, client: int | None, file: str = "model.safetensors", state: str | Path | None = None
+    ) -> nn.Module:
         from .read.trained import global_model, personal_model, site_model
 
         with named.only(self.allowed):
@@ -93,10 +123,12 @@ class Result(Run):
         """Write the model, or a client's, to a file that loads without this project, as `fedbn export` does."""
         from .read.portable import export
 
-        return export(self.files, self.model(client), Path(out), form, fold=fold)
+        return export(self.files, self._network(client), Path(out), form, fold=fold)
 
     def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
         """Plot the first metric of the table against rounds, communication rounds and bytes; see `Results.plot`."""
+        from fedbn_flwr import Results
+
         return Results([self]).plot(measure, axis)
 
     def __repr__(self) -> str:
@@ -106,91 +138,66 @@ class Result(Run):
         return f"<Result {self.label!r}: {summary.status}, {rounds}{metric}, in {str(self.folder)!r}>"
 
     def _repr_html_(self) -> str:
+        from fedbn_flwr import Results
+
         return Results([self])._repr_html_() + f"<p>{in_html(str(self.folder))}</p>"
 
+    # --- for reports ---
 
-class Results(tuple[Result, ...]):
-    """Several runs in the order of their experiment, for instance `Results([run("quick"), run("quick", seed=1)])`."""
+    @cached_property
+    def origin(self) -> tuple[str, str]:
+        """The same for all copies of a run's folder, but not for a run that continues another under a new label."""
+        return str((self.files.read("environment.json") or {}).get("token", self.folder)), self.label
 
-    @classmethod
-    def read(cls, *folders: str | Path, allow: str | Collection[str] = ()) -> Results:
-        """The runs in the folders and their subfolders; `allow` as for `Result.read`."""
-        found, names = (
-            find_runs([Path(folder).expanduser() for folder in folders]),
-            (allow,) if isinstance(allow, str) else allow,
-        )
-        return cls(Result(run.folder, run.summary, run.lines, names) for run in found)
+    @cached_property
+    def values(self) -> Tree:
+        return self.summary.to_json()
 
-    def find(self, name: str) -> Result:
-        """The run of this label, or in a folder of this name."""
-        found = [result for result in self if name in (result.label, result.folder.name)]
-        if len(found) != 1:
-            names = did_you_mean(name, (result.folder.name for result in self))
-            raise UserError(f"{len(found)} runs are called {name!r}; give the label or the folder of one; {names}")
-        return found[0]
+    @cached_property
+    def clients(self) -> dict[str, dict[str, float]]:
+        """The values by metric and client, of the last evaluated round."""
+        return last_values(self.files.lines("clients.jsonl"))
 
     @property
-    def labels(self) -> list[str]:
-        """The different labels; runs that differ only in their seed have the same one."""
-        return list(dict.fromkeys(result.label for result in self))
+    def cell(self) -> Tree:
+        """The run's place in its experiment: its row, its condition (`sweep`), and the values to try (`tune`)."""
+        return self.config.get("cell") or {}
 
     @property
-    def summaries(self) -> pd.DataFrame:
-        """A row per run, with the columns of summary.json."""
-        return frame_of("Results.summaries", [result.summary.to_json() for result in self])
+    def place(self) -> tuple[str, list[int], int, str, str]:
+        """The key by which runs are sorted: their experiment, and their place in its file."""
+        found = self.cell.get("place")
+        place = found if isinstance(found, list) and all(type(number) is int for number in found) else []
+        return str(self.folder.parent), place, self.summary.seed, self.summary.began, str(self.folder)
+
+    @cached_property
+    def settings(self) -> Draft:
+        """The settings that affect results, without the seed and names, by dotted key."""
+        config = deciding(self.config)
+        return flat_settings({key: value for key, value in config.items() if key not in ("name", "label", "seed")})
 
     @property
-    def history(self) -> pd.DataFrame:
-        """A row per run and round: label, seed, and the columns of history.jsonl."""
-        seeds = [({"label": result.label, "seed": result.summary.seed}, result.lines) for result in self]
-        return frame_of("Results.history", [{**names, **line} for names, history in seeds for line in history])
-
-    def table(self) -> str:
-        """The tables of `fedbn report`: a row per label, with mean and standard deviation over seeds."""
-        return tables_as_text(tables(self._rows))
-
-    def frame(self, columns: str | Sequence[str] = (), *, baseline: str = "") -> pd.DataFrame:
-        """The first table of `fedbn report` as numbers: a row per label, a mean and a deviation (`_std`) per metric.
-
-        Parameters
-        ----------
-        columns
-            A key of summary.json, or several; by default the columns of the table.
-        baseline
-            The row with which the others are compared in the first column, by a paired t test over seeds: its name in
-            the table, or its label in the experiment.
-        """
-        found = numbers(
-            choose(self._rows), ReportForm((columns,) if isinstance(columns, str) else tuple(columns), baseline)
-        )
-        return frame_of("Results.frame()", found).set_index("run")
-
-    def plot(self, measure: str | None = None, axis: str | None = None) -> Plot:
-        """The plot of `fedbn report`: the first metric of the table against what was spent.
-
-        It is a figure of matplotlib, which a notebook shows.
-
-        Parameters
-        ----------
-        measure
-            Another key of the history.
-        axis
-            `round`, `communication_rounds`, `mib` or `seconds`: a single panel with its legend inside.
-        """
-        return plot(choose(self._rows), None if measure is None else MetricKey.parse(measure), axis)
+    def data(self) -> str:
+        """What the run trained on, in words: the data set, or the sites' own data."""
+        name, sites = str(self.settings.get("data.name")), self.summary.own_data_sites or 0
+        own = f"own data of {sites} site{'s' if sites > 1 else ''}"
+        return name if not sites else own if sites == self.config.get("clients") else f"{name} and {own}"
 
     @property
-    def _rows(self) -> list[Row]:
-        return group(self)
+    def data_checksum(self) -> str | None:
+        """The checksum of the examples, if the server had them."""
+        return (self.files.read("environment.json") or {}).get("data_checksum")
 
-    def __repr__(self) -> str:
-        return self.table()
+    @property
+    def fixed_settings(self) -> Tree:
+        """The settings without those that its experiment varies by `sweep` and `tune`."""
+        lists = (found for kind in ("sweep", "tune") if isinstance(found := self.cell.get(kind), Mapping))
+        # The value of a key can be a section, and the kind of a partition decides which other keys the section has.
+        varied = tuple(f"{str(key).removesuffix('.kind')}." for found in lists for key in found)
+        return {key: value for key, value in self.settings.items() if not f"{key}.".startswith(varied)}
 
-    def _repr_html_(self) -> str:
-        return "".join(as_html(*table) for table in tables(self._rows))
 
-
-def frame_of(what: str, lines: Sequence[Json]) -> pd.DataFrame:
+def frame_of(what: str, lines: Sequence[Tree]) -> pd.DataFrame:
     with needs("data", what):
         import pandas as pd
     return pd.DataFrame(lines)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 from flwr.serverapp.strategy import Strategy
-from flwr.serverapp.strategy.fedopt import FedOpt
 
 from fedbn_flwr import seeding
 from fedbn_flwr.errors import RunFailed, SettingsError
@@ -24,18 +23,20 @@ from fedbn_flwr.messages.gate import form_problems
 from fedbn_flwr.messages.limits import form_problem
 from fedbn_flwr.messages.reply import Reply, common_metrics, mean_of_metrics, number_problem, with_arrays, with_content
 from fedbn_flwr.norms.roles import Role, of_roles, roles
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
-from .rule import Base, Rule
+from .base import Base
+from .round import Rule
 from .traits import Round, mean_is_enough
 
 # Flower's strategies for differential privacy, which wrap others.
 _NOISED = tuple(kind for name, kind in vars(flower).items() if name.startswith("DifferentialPrivacy"))
+_STEPS = (flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
 # Strategies whose result depends on the mean of the replies only.
-_MEANS = (flower.FedAvg, flower.FedAdam, flower.FedYogi, flower.FedAdagrad, flower.FedAvgM)
+_MEANS = (flower.FedAvg, *_STEPS)
 _ROBUST = (flower.FedMedian, flower.FedTrimmedAvg, flower.Krum, flower.MultiKrum, flower.Bulyan)
 _BREAKS = (
-    ((FedOpt, flower.FedAvgM, flower.QFedAvg), "statistics", "changes statistics by steps of its optimiser"),
+    ((*_STEPS, flower.QFedAvg), "statistics", "changes statistics by steps of its optimiser"),
     ((flower.QFedAvg,), "mean", "weights the clients by the loss of each"),
     (_ROBUST, "mean", "compares the clients' models"),
     (_ROBUST, "pooled", "compares the clients' models"),
@@ -45,7 +46,7 @@ _BREAKS = (
 _NOT_SAVED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, type, functools.partial, Strategy)
 
 
-class Foreign(Base):
+class Foreign(Rule, Base):
     """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
 
     With a `seed`, its random choices of clients depend on the seed and the round alone. Its state consists of its
@@ -63,6 +64,9 @@ class Foreign(Base):
         self.needs_weights, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
         self._has_trained = False
+        self._changed: dict[
+            str, Any
+        ] = {}  # what the strategy changed in the config, as in Flower's tutorial: lr *= 0.5
         self.breaks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.breaks["known"] = "is not known to compute with nothing but the mean of the replies"
@@ -98,7 +102,7 @@ class Foreign(Base):
         if inner := next((inner for inner in self.strategies() if isinstance(inner, Rule)), None):
             inner.begin(num_rounds, arrays)
 
-    def notes(self) -> Json:
+    def notes(self) -> Tree:
         return {} if self.seed is None else {"strategy_of_flower": str(self)}
 
     # --- the round ---
@@ -109,10 +113,13 @@ class Foreign(Base):
 
     def train_messages(self, round: Round) -> list[Message]:
         self._has_trained, arrays, shown = True, round.arrays, round.arrays
+        config = ConfigRecord({**round.config, **self._changed})
+        before = {**config}
         if self.hidden:
             shown = record_of(of_roles(arrays, frozenset(Role) - self.hidden))
         with self._drawing("train", round.number):
-            messages = list(self.strategy.configure_train(round.number, shown, round.config, round.grid))
+            messages = list(self.strategy.configure_train(round.number, shown, config, round.grid))
+        self._changed |= {key: value for key, value in config.items() if before.get(key) != value}
         for node, count in Counter(message.metadata.dst_node_id for message in messages).items():
             if count > 1:
                 raise RunFailed(
@@ -132,7 +139,7 @@ class Foreign(Base):
         problems = (number_problem(reply.metrics, key) for key in keys)
         return next(filter(None, problems), None) or form
 
-    def compare(self, replies: Mapping[int, Reply], sent: Arrays) -> dict[int, str]:
+    def compare(self, replies: Mapping[int, Reply], sent: Arrays, records: Iterable[str]) -> dict[int, str]:
         if not self.needs_weights:
             return {}
         weights = {node: reply.metrics[self.weighted_by_key] for node, reply in replies.items()}
@@ -140,9 +147,8 @@ class Foreign(Base):
         empty = [node for node, weight in weights.items() if not weight] if any(weights.values()) else []
         problems = dict.fromkeys(empty, f"its {self.weighted_by_key} is 0")
         problems |= form_problems({node: reply.arrays for node, reply in replies.items()}, sent)
-        return problems | super().compare(
-            {node: reply for node, reply in replies.items() if node not in problems}, sent
-        )
+        left = {node: reply for node, reply in replies.items() if node not in problems}
+        return problems | super().compare(left, sent, records)
 
     @mean_is_enough  # where it is not, `breaks` says why
     def combine(self, round: Round, replies: Sequence[Reply], weights: Sequence[float]) -> Arrays:
@@ -202,15 +208,15 @@ class Foreign(Base):
         self.strategy.summary()
 
     def _state(self) -> object:
-        """The attributes of the strategy and of those inside it; of rules among them, the memory."""
+        """The attributes of the strategy and of those inside it (of rules, the memory), and what they have changed."""
         return [
-            {name: value for name, value in _attributes(inner).items() if not isinstance(value, _NOT_SAVED)}
-            for inner in self.strategies()
+            {name: value for name, value in attributes.items() if not isinstance(value, _NOT_SAVED)}
+            for attributes in (*map(_attributes, self.strategies()), self._changed)
         ]
 
     def _load_state(self, values: Any) -> None:
-        for strategy, saved in zip(self.strategies(), values, strict=True):
-            _attributes(strategy).update(saved)
+        for attributes, saved in zip((*map(_attributes, self.strategies()), self._changed), values, strict=True):
+            attributes.update(saved)
 
 
 def _attributes(strategy: Strategy) -> dict[str, Any]:

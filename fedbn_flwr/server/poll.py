@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from flwr.app import ArrayRecord, Message
+from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed, log_once
+from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed, by_reason, log_once
 from fedbn_flwr.messages.arrays import Arrays, unpack
-from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.gate import gate, metric_problems
 from fedbn_flwr.messages.limits import large_value
 from fedbn_flwr.messages.quote import one_line
-from fedbn_flwr.messages.reply import Reply, has_mean, partition_of, read_reply, reason_of, refusal
+from fedbn_flwr.messages.reply import Reply, has_mean, metric_name, partition_of, read_reply, reason_of, refusal
+from fedbn_flwr.tasks import METRICS
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,48 @@ class Roster:
 
 @dataclass
 class Poll:
-    """Nodes that are asked, their replies as one check after another leaves them out, and those that are used."""
+    """The nodes that a question goes to, and their replies, which one check after another leaves out."""
 
     roster: Roster = field(default_factory=Roster)
-    nodes: Sequence[int] = ()  # that are asked, without those that are left out so far
+    asked: Sequence[int] = ()
     needed: int = 0  # usable replies
     arrays: ArrayRecord | None = None  # the model that the nodes receive
-    left_out: list[str] = field(default_factory=list)  # client and problem
-    used: Sequence[int] = ()  # the nodes whose replies are used, in the order of partitions
+    lost: set[int] = field(default_factory=set)  # the nodes that are left out
+    left_out: list[str] = field(default_factory=list)  # their names and problems
     refused: Sequence[Message] = ()  # the replies that are not used, as errors
     usable: dict[int, Reply] = field(default_factory=dict)  # so far, by node
     partitions: dict[int, int | None] = field(default_factory=dict)  # that nodes report, by node
     # Not a dict: all errors for lost nodes have the SuperLink's node id.
     problems: list[tuple[int, str]] = field(default_factory=list)
+    impossible: Callable[[Reply], str | None] = lambda reply: None  # why the asker knows that an answer is wrong
     messages: Sequence[Message] = ()
+
+    @property
+    def left(self) -> list[int]:
+        """The nodes that are not left out, in the order of partitions: in the end, those whose replies are used."""
+        return sorted({*self.asked} - self.lost, key=self.roster.position)
+
+    def ask(
+        self,
+        grid: Grid,
+        what: str,
+        questions: Sequence[Message],
+        timeout: float,
+        problem: Callable[[Reply], str | None],
+        *compare: Callable[[Mapping[int, Reply]], Mapping[int, str]],
+        name: str = "arrays",
+        records: Collection[str] | None = (),
+    ) -> list[Reply]:
+        """Send the questions, and return the answers to use; `what` names them in messages.
+
+        `problem` judges single answers, and `compare` the rest of them, as their metrics are; see `read_reply` for
+        `name` and `records`.
+        """
+        self.read(grid.send_and_receive(questions, timeout=timeout), name, records)
+        self.check(problem)
+        for found in (metric_problems, *compare):
+            self.leave_out(found(self.usable))
+        return self.close(what)
 
     def read(self, messages: Iterable[Message], name: str = "arrays", records: Collection[str] | None = ()) -> None:
         """Read the replies, see `read_reply`; they pass the gate first."""
@@ -106,35 +136,36 @@ class Poll:
         self.problems += problems.items()
         self.usable = {node: reply for node, reply in self.usable.items() if node not in problems}
 
-    def arrays_of_usable(self) -> dict[int, Arrays]:
-        return {node: reply.arrays for node, reply in self.usable.items()}
-
     def close(self, what: str) -> list[Reply]:
         """The replies to use, in the order of partitions; RunFailed if they are too few."""
         problems = self.admit(what, self.partitions, self.problems)
-        self.used = self.nodes
+        nodes = self.left
         self.refused = [
-            refusal(message, problems[node]) if message.has_content() else message
+            refusal(message, problems.get(node, "it was not asked")) if message.has_content() else message
             for message in self.messages
-            if (node := message.metadata.src_node_id) not in self.used
+            if (node := message.metadata.src_node_id) not in nodes
         ]
-        replies = [self.usable[node] for node in self.used]
-        for one, other in pairwise(self.used):  # a client that is back has another node id, but answers once
+        replies = [self.usable[node] for node in nodes]
+        for one, other in pairwise(nodes):  # a client that is back has another node id, but answers once
             if (partition := self.partitions[one]) is not None and partition == self.partitions[other]:
                 log_once(f"nodes {one} and {other} report the same partition-id {partition}; give each node its own")
         self._warn_of_metrics(replies)
         return replies
 
+    def answers(self) -> dict[int, Reply]:
+        """The replies that are used, by client; none of a skipped round, which reads none."""
+        return {self.roster.client(node): self.usable[node] for node in self.left if node in self.usable}
+
     def admit(
         self, what: str, answered: Mapping[int, int | None], problems: Sequence[tuple[int, str]]
     ) -> Mapping[int, str]:
-        """Keep the nodes that answered without a problem, and return the problems of others by node.
+        """Leave out the nodes that did not answer or have a problem, and return the problems by node.
 
         `what` names the exchange or the round in messages. `answered` has the partition that each node reported, and
         `problems` are pairs of node and text. The log names the clients that are left out; RunFailed lists them if
         fewer than `needed` of the nodes that were asked remain.
         """
-        name, asked = self.roster.name, self.nodes
+        name, asked = self.roster.name, self.left
         moved = self.roster.learn(answered)  # such a client counts once, whatever other problem it has
         problems = [*(problem for problem in problems if problem[0] not in moved), *moved.items()]
         # The gate and the client name the client too, for Flower's strategies, which log the reason as it is.
@@ -142,21 +173,22 @@ class Poll:
             f"{name(node)}: {_without_number(reason, self.roster.partitions.get(node))}" for node, reason in problems
         )
         bad = dict(problems)
-        self.nodes = sorted(answered.keys() - bad.keys(), key=self.roster.position)
-        silent = sorted({*asked} - answered.keys() - bad.keys(), key=self.roster.position)
-        if (count := len(asked) - len(self.nodes) - len(problems)) == len(silent):
+        self.lost |= {*asked} - (answered.keys() - bad.keys())
+        left, silent = self.left, [node for node in asked if node not in answered and node not in bad]
+        if (count := len(asked) - len(left) - len(problems)) == len(silent):
             reasons += [f"{name(node)}: it did not answer in time" for node in silent]
         elif count > 0:  # the others have errors that name the SuperLink
             reasons.append(f"{count} of {len(asked)} clients did not answer in time")
         self.left_out = [*self.left_out, *reasons]
-        if len(self.nodes) < (needed := min(self.needed, len(asked))):
-            raise self._too_few(f"{what}: {len(self.nodes)} of {len(asked)} clients sent a usable reply, {needed}")
+        if len(left) < (needed := min(self.needed, len(asked))):
+            raise self._too_few(f"{what}: {len(left)} of {len(asked)} clients sent a usable reply, {needed}")
         for reason in reasons:
             LOG.warning("%s: left out %s", what, one_line(reason))
         return bad
 
     def _too_few(self, what: str) -> RunFailed:
-        listed = "".join(f"\n  - {one_line(reason)}" for reason in self.left_out) or " no reply"
+        reasons = by_reason(one_line(reason).partition(": ")[::2] for reason in self.left_out)
+        listed = "".join(f"\n  - {reason}" for reason in reasons) or " no reply"
         what += " are needed"
         if self.arrays is not None and (large := large_value(unpack(self.arrays))) is not None:
             what += f"; they received a model with {large}: it diverged, or a client sent bogus values"
@@ -166,12 +198,28 @@ class Poll:
         return RunFailed(f"{what}:{listed}")
 
     def _warn_of_metrics(self, replies: Sequence[Reply]) -> None:
-        """Name the clients that report no metric where most others do, once: its mean is over the others."""
-        counts = Counter(key for reply in replies for key in reply.metrics if has_mean(key))
+        """Name the clients that report no metric where most others do, once: its mean is over the others.
+
+        Where most clients lack a metric of this library, one of them is named.
+        """
+        nodes, counts = self.left, Counter(key for reply in replies for key in reply.metrics if has_mean(key))
         for key, count in counts.items():
-            for node, reply in zip(self.used, replies, strict=True) if 2 * count > len(replies) > count else ():
-                if key not in reply.metrics:
-                    log_once(f"{self.roster.name(node)} reports no {one_line(key)}: the mean is over the other clients")
+            lacking = [self.roster.name(node) for node in nodes if key not in self.usable[node].metrics]
+            if 2 * count > len(replies):
+                for name in lacking:
+                    log_once(f"{name} reports no {one_line(key)}: the mean is over the other clients")
+            elif metric_name(key).rpartition("-")[2] in _LAST_WORDS and "@" not in key:
+                log_once(
+                    f"most clients report no {key}, such as {lacking[0]}: its mean is over the others, and needs two "
+                    "of them, or half of all; an AUC needs examples of both kinds at a client"
+                )
+
+
+_LAST_WORDS = frozenset(name.rpartition("_")[2] for name in METRICS)
+
+
+def arrays_by_node(replies: Mapping[int, Reply]) -> dict[int, Arrays]:
+    return {node: reply.arrays for node, reply in replies.items()}
 
 
 def _without_number(reason: str, client: int | None) -> str:

@@ -24,8 +24,10 @@ from flwr.serverapp.strategy import Strategy
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.norms.roles import NORM_STATE
 
+from .base import Base
 from .flower import as_rule
-from .rule import Base, Rule, evaluation_round
+from .hooks import Hooks, evaluation_round
+from .round import Rule
 from .traits import refuse_bounds
 
 # What a wrapper does not call of the rule that it wraps, and what takes its place.
@@ -55,12 +57,14 @@ class Wrapper(Rule):
             )
         self.strategy = strategy
         inside = as_rule(strategy)
-        self.chain, self.base = (self, *inside.chain), inside.base
+        self.chain = (self, *inside.chain)
         self.traits, self.memory = inside.traits | self.traits, self.Memory()
         if "statistics" in self.restores:
             self.base.hidden = NORM_STATE
+        if "inside" in self.breaks:
+            self.base.has_single_replies = False
         own = type(self)
-        if own.weights is not Rule.weights and own.combine is Rule.combine:  # those inside must use them
+        if own.weights is not Hooks.weights and own.combine is Hooks.combine:  # those inside must use them
             needs = {"weights": "{outer} has others; wrap one of fedbn_flwr.strategies, for instance FedAvg()", **needs}
         check_composition(self, needs)
         refuse_bounds(name, self.traits, self.base.bounds)
@@ -87,7 +91,7 @@ class Wrapper(Rule):
 # --- what composes ---
 
 
-def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
+def check_composition(outer: Hooks, needs: Mapping[str, str]) -> None:
     """Raise SettingsError unless the rules inside `outer` guarantee what it needs.
 
     `needs` has the second half of the error for each guarantee.
@@ -106,7 +110,7 @@ def check_composition(outer: Rule, needs: Mapping[str, str]) -> None:
 _OF_SINGLE_REPLIES = ("problem", "combine", "after_round", "incoming", "accepted")
 
 
-def broken_guarantees(rule: Rule) -> Mapping[str, str]:
+def broken_guarantees(rule: Hooks) -> Mapping[str, str]:
     """The guarantees that a rule breaks by itself, each with the reason.
 
     These are the ones in `breaks`, and "mean" if a hook that may use single replies is neither the default nor marked
@@ -115,12 +119,12 @@ def broken_guarantees(rule: Rule) -> Mapping[str, str]:
     kind = type(rule)
     for name in _OF_SINGLE_REPLIES:
         hook = getattr(kind, name)
-        if hook is not getattr(Rule, name) and not hasattr(hook, "mean_is_enough"):
+        if hook is not getattr(Hooks, name) and not hasattr(hook, "mean_is_enough"):
             return {
                 "mean": f"has {name}() of its own, which may use the replies of single clients "
                 "(if their mean is enough for it, mark it with @mean_is_enough)",
                 **rule.breaks,
             }
-    if kind.weights not in (Rule.weights, Base.weights):
+    if kind.weights not in (Hooks.weights, Base.weights):
         return {"mean": "has weights() of its own, which need the single replies", **rule.breaks}
     return rule.breaks

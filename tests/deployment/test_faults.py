@@ -178,23 +178,6 @@ def test_a_site_restarted_at_once_costs_its_answer_and_no_waiting(deployment: De
     assert answers[1] == 2
 
 
-def test_a_run_waits_for_a_site_that_is_late_and_says_so(deployment: Deployment, tmp_path: Path) -> None:
-    node = deployment.running["supernode-2"]
-    node.ask_to_stop()
-    assert node.exit_status() == 0, node.output()
-    wait_for_nodes(deployment, 2)
-    never = Run(deployment, tmp_path / "never", rounds=1, engine=EXPERIMENT["engine"] | {"node_timeout": 3})
-    never.finish("finished:failed")
-    summary = never.folder.summary()
-    assert summary is not None
-    assert "2 of 3 nodes are connected after 3 s" in str(summary.error)
-    run = Run(deployment, tmp_path / "out", rounds=1)
-    run.wait("the word", lambda: "waiting for nodes: 2 of 3 are connected" in deployment.log(run.id))
-    bring_back(deployment, "supernode-2")
-    run.finish()
-    assert run.answers() == [3]
-
-
 def test_sites_come_back_after_an_expired_certificate_was_renewed(deployment: Deployment) -> None:
     """Flower's SuperNode never connects again after an error of TLS: its process must end, to be started again."""
     certificate = deployment.keys / "superlink" / "server.pem"
@@ -241,12 +224,18 @@ def test_a_killed_serverapp_is_resumed_to_the_same_model(nodes: Deployment, tmp_
 @pytest.mark.nightly
 @pytest.mark.parametrize("nodes", ["real_deployment"], indirect=True)
 def test_a_run_outlives_the_superlink(nodes: Deployment, tmp_path: Path) -> None:
-    """The SuperLink's database is on a volume, and apps run in other processes."""
-    run = Run(nodes, tmp_path / "out", rounds=4)
+    """The SuperLink's database is on a volume, and apps run in other processes.
+
+    A message that a site is about to receive is lost: in its database it is delivered. The round then waits for as long
+    as `engine.timeout`.
+    """
+    run = Run(nodes, tmp_path / "out", rounds=4, engine=EXPERIMENT["engine"] | {"timeout": 300})
     run.wait_for_client(0, after_round=1)
     kill(nodes, "superlink")
     time.sleep(5)
     bring_back(nodes, "superlink")
     run.finish()
     assert [line["round"] for line in run.rounds()] == [1, 2, 3, 4]
-    assert run.answers() == [3, 3, 3, 3]
+    first, second, *others = run.answers()
+    assert (first, others) == (3, [3, 3])
+    assert second in (2, 3)

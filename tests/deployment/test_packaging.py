@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fedbn_flwr
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from tests.support.command import ROOT, fedbn
 from tests.support.packages import CLEAN, UV, needs_uv, run
 
@@ -83,7 +83,7 @@ def test_the_bundle_is_self_contained_and_holds_no_tests(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_two_projects_with_packages_of_the_same_name_do_not_mix(tmp_path: Path) -> None:
-    """Ray imports from the SuperLink's folder first: a project started inside another must still get its own code."""
+    """A project that is started inside another must still get its own code."""
     other = tmp_path / "other"
     for package in ("apps", "strategies"):
         (other / package).mkdir(parents=True)
@@ -117,6 +117,6 @@ def test_two_projects_with_packages_of_the_same_name_do_not_mix(tmp_path: Path) 
         '[tool.flwr.app.components]\nserverapp = "apps.server_app:app"\nclientapp = "apps.client_app:app"\n'
     )
     # From inside our checkout, whose folders have the same names.
-    done = fedbn("flwr", "run", other, "--federation-config", "num-supernodes=2 client-resources-num-cpus=1", cwd=ROOT)
+    done = fedbn("flwr", "run", other, "--engine", "ray", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "['the other project', 'the other project']" in done.stdout

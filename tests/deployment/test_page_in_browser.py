@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from tests.support.command import PATIENCE, ROOT
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600), pytest.mark.usefixtures("pictures")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 import fedbn_flwr
+import fedbn_flwr.extensions.ray.start
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.node import make_client
-from fedbn_flwr.extensions.ray.experiment import connected
-from fedbn_flwr.extensions.ray.grid import cluster_text, end, fits, machines, ray_grid
+from fedbn_flwr.extensions.ray.actors import ActorPool, ActorWorker, fits, machines
+from fedbn_flwr.extensions.ray.cluster import Cluster
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support import sessions
 from tests.support.command import PATIENCE, ROOT, environment, fedbn
@@ -103,10 +105,11 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def idle(address: str) -> Iterator[list[Any]]:
+def cluster(address: str) -> Iterator[Cluster]:
     """A connection of this process to the cluster, and the actors that its tests leave to the next."""
-    with connected(address, [__name__]):
-        yield []
+    with Cluster(address, PATIENCE) as cluster:
+        cluster.connect([__name__])
+        yield cluster
 
 
 def app() -> ClientApp:
@@ -121,10 +124,6 @@ def app() -> ClientApp:
         return Message(message.content, reply_to=message)
 
     return made
-
-
-def actors(nodes: int, **options: Any) -> LocalGrid:
-    return ray_grid(app(), nodes, start_timeout=PATIENCE, **options)
 
 
 def count(message: Message, context: Context) -> Message:
@@ -160,7 +159,7 @@ def until_ready(grid: LocalGrid, nodes: int) -> list[Message]:
     """Send short messages to as many nodes as the grid has actors, until each actor answers one."""
     deadline, processes = time.monotonic() + READY, set[Any]()
     while len(processes) < nodes:  # for a while: an actor that is ready could answer a second message
-        assert time.monotonic() < deadline, f"{len(processes)} of {nodes} actors after {READY} s on {cluster_text()}"
+        assert time.monotonic() < deadline, f"{len(processes)} of {nodes} actors after {READY} s"
         replies = list(grid.send_and_receive([to(node, "pause") for node in range(1, nodes + 1)]))
         processes = {reply.content["where"]["process"] for reply in replies}
     return replies
@@ -183,8 +182,8 @@ def counts(replies: Any) -> list[Any]:
     return [reply.content["metrics"]["count"] if reply.has_content() else "error" for reply in replies]
 
 
-def test_actors_have_the_code_of_this_process_and_what_they_declare(idle: list[Any]) -> None:
-    with actors(4, cpus=1, gpus=0.5) as grid:
+def test_actors_have_the_code_of_this_process_and_what_they_declare(cluster: Cluster) -> None:
+    with LocalGrid(app(), 4, pool=cluster.pool(gpus=0.5)) as grid:
         assert grid.start() == 2, "half of the GPU each"
         replies = list(grid.send_and_receive(map(to, (1, 2, 3, 4)), timeout=PATIENCE))
     for reply in replies:
@@ -192,28 +191,28 @@ def test_actors_have_the_code_of_this_process_and_what_they_declare(idle: list[A
         assert where["gpus"] == "0"
         assert not Path(where["file"]).is_relative_to(ROOT)
     assert fits({"CPU": 0.5, "GPU": 0.25}) == 4
-    with pytest.raises(
-        RunFailed, match=r"no machine of the Ray cluster has 64 CPUs for a client; the machines are .*\(CPU 2, GPU 1\)"
-    ):
-        ray_grid(app(), 1, cpus=64)
-    with ray_grid(app(), 1, workers=1, cpus=64, start_timeout=1) as grid:
+    needs = r"each needs 64 CPUs and 1 GPUs, and the machines have 2 CPUs and 1 GPUs"
+    with pytest.raises(RunFailed, match=f"no machine of the Ray cluster has room for an actor: {needs}"):
+        cluster.pool(cpus=64, gpus=1)
+    pool = functools.partial(ActorPool, actors=[ActorWorker({"CPU": 64})], start_timeout=1, arrive=tuple)
+    with LocalGrid(app(), 1, pool=pool) as grid:
         with pytest.raises(RunFailed, match="no actor has started on the Ray cluster for 1 s; each needs 64 CPUs"):
             grid.start()
 
 
-def test_arrays_arrive_as_they_were_sent(idle: list[Any]) -> None:
+def test_arrays_arrive_as_they_were_sent(cluster: Cluster) -> None:
     """Those of a large model go through the object store."""
     sent = [np.arange(size, dtype=np.float32) for size in (3, 200_000)]
     content = RecordDict({str(i): pack({"values": values}) for i, values in enumerate(sent)})
-    with actors(3, idle=idle) as grid:
+    with LocalGrid(app(), 3, pool=cluster.pool()) as grid:
         for reply in grid.send_and_receive([Message(content, node, "query.echo") for node in (1, 2, 3)]):
             assert reply.metadata.message_type == "query.echo"
             for i, values in enumerate(sent):
                 assert np.array_equal(unpack(reply.content.array_records[str(i)])["values"], values)
 
 
-def test_a_client_that_ends_its_process_loses_no_state(idle: list[Any]) -> None:
-    with actors(4, idle=idle) as grid:
+def test_a_client_that_ends_its_process_loses_no_state(cluster: Cluster) -> None:
+    with LocalGrid(app(), 4, pool=cluster.pool()) as grid:
         assert counts(grid.send_and_receive(map(to, (1, 2, 3, 4)))) == [1, 1, 1, 1]
         replies = list(grid.send_and_receive([to(1), to(2, "die"), to(3), to(4)]))
         assert counts(replies) == [2, "error", 2, 2]
@@ -224,8 +223,8 @@ def test_a_client_that_ends_its_process_loses_no_state(idle: list[Any]) -> None:
         assert grid.contexts()[2].state["had"]["count"] == 2
 
 
-def test_a_late_client_is_left_out_and_ends_with_the_grid(idle: list[Any]) -> None:
-    with actors(2, workers=2, idle=idle) as grid:
+def test_a_late_client_is_left_out_and_ends_with_the_grid(cluster: Cluster) -> None:
+    with LocalGrid(app(), 2, pool=cluster.pool(2)) as grid:
         before = counts(until_ready(grid, 2))[0]
         began = time.monotonic()
         assert counts(grid.send_and_receive([to(1), to(2, "sleep")], timeout=20)) == [before + 1]
@@ -234,23 +233,24 @@ def test_a_late_client_is_left_out_and_ends_with_the_grid(idle: list[Any]) -> No
 
 
 @pytest.mark.parametrize("case", ["FedAvg", "FedBN", "FedTAN"])
-def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, idle: list[Any], tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_arrays_of_the_local_engine(case: str, cluster: Cluster, tmp_path: Path) -> None:
     """On one actor, so that it keeps several parked rounds of FedTAN."""
     run_config = {"experiment": sessions.BASE, "set": " ".join(f"'{word}'" for word in sessions.overrides(case))}
     sessions.session(case, tmp_path / "local")
     for stop in (2, 0):
-        made = client_app(make_client)
-        with ray_grid(made, 3, workers=1, run_config=run_config, start_timeout=PATIENCE, idle=idle) as grid:
+        with LocalGrid(client_app(make_client), 3, pool=cluster.pool(1), run_config=run_config) as grid:
             sessions.session(case, tmp_path / "ray", stop, grid=grid)
     assert sessions.outcome(tmp_path / "ray") == sessions.outcome(tmp_path / "local")
 
 
-def test_a_machine_that_is_lost_in_a_round_costs_its_clients_this_round(idle: list[Any], address: str) -> None:
-    end(idle)
+def test_a_machine_that_is_lost_in_a_round_costs_its_clients_this_round(cluster: Cluster, address: str) -> None:
     first = {node["NodeID"] for node in machines()}
-    with ray_node(f"--address={address}", "--num-cpus=1") as machine, actors(3, workers=3) as grid:
+    with ExitStack() as stack:
+        machine = stack.enter_context(ray_node(f"--address={address}", "--num-cpus=1"))
         (second,) = {node["NodeID"] for node in machines()} - first
         unpack_code_on(second)
+        # Other needs than before, so that all actors are new.
+        grid = stack.enter_context(LocalGrid(app(), 3, pool=cluster.pool(3, cpus=0.9)))
         replies = until_ready(grid, 3)
         before = counts(replies)[0]
         where = [str(reply.content["where"]["machine"]) for reply in replies]
@@ -299,11 +299,14 @@ run("mine.yaml", only="two", model=of_width(8), engine=engine, out="script", pro
 """
 
 
-def test_an_experiment_with_parts_of_the_user_has_the_arrays_of_the_local_engine(address: str, tmp_path: Path) -> None:
+def test_an_experiment_with_parts_of_the_user_has_the_arrays_of_the_local_engine(
+    cluster: Cluster, address: str, tmp_path: Path
+) -> None:
     """The runs have different numbers of clients, and the second machine would have to import the user's files.
 
     A closure of a script, which no machine can import, makes the same network.
     """
+    cluster.close()  # with the actors of the tests above, which have the room of those of the commands below
     (tmp_path / "my_parts.py").write_text(PARTS)
     (tmp_path / "my_layers.py").write_text("from torch import nn\n\ndef layer(n):\n    return nn.Linear(8, n)\n")
     (tmp_path / "mine.yaml").write_text(EXPERIMENT)
@@ -337,29 +340,17 @@ class Slow(subprocess.Popen):
         super().__init__(words, **more)
 
 subprocess.Popen = Slow
-from fedbn_flwr.cli import main
+from fedbn_flwr.commands.cli import main
 sys.exit(main(sys.argv[2:]))
 """
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("seconds", "limit", "starts"), [(40, 120, True), (60, 5, False)])
-def test_ray_may_start_slowly(seconds: int, limit: int, starts: bool, tmp_path: Path) -> None:
-    """Ray waits for 30 seconds, or for the limit in its environment if that is longer."""
-    out = tmp_path / "out"
-    words = ["run", "quick", "rounds=1", "strategy.freeze_round=1", "--engine", "ray", f"engine.node_timeout={limit}"]
-    # The limit is set where none is given, and the connection of earlier tests has set one in this process.
+def test_ray_may_start_slowly(tmp_path: Path) -> None:
+    """Ray itself waits for 30 seconds."""
+    words = ["run", "quick", "rounds=1", "strategy.freeze_round=1", "--engine", "ray", "--out", str(tmp_path / "out")]
+    # The limit is set where none is given, and tests have one.
     kept = {key: value for key, value in environment(**RAY).items() if not key.startswith("RAY_")}
-    done = subprocess.run(
-        [sys.executable, "-c", SLOW, str(seconds), *words, "--out", str(out)],
-        cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == (0 if starts else 1), done.stdout + done.stderr
-    assert out.exists() == starts
-    if not starts:
-        assert "Traceback" not in done.stderr
-        assert (
-            "fedbn: error: Ray cannot be used at engine.address='local': Exception: The current node timed out"
-            in done.stderr
-        )
-        assert "set a longer engine.node_timeout (5 s)" in done.stderr
+    program = [sys.executable, "-c", SLOW, "40", *words]
+    done = subprocess.run(program, cwd=tmp_path, env=kept, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr

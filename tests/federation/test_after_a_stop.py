@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr import cli, named
+from fedbn_flwr.commands import cli
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.recording import History
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.results.folder.writer import RunFolder
+from fedbn_flwr.results.naming import sources
 from tests.support.command import FEDBN, python, signalled
 
 TEXT = """
@@ -124,7 +125,7 @@ def test_every_own_module_is_recorded(tmp_path: Path, monkeypatch: pytest.Monkey
     text = TEXT.replace("my_parts", "own_package.inside").replace("40}", "40, augment: ['own_package:brighter']}")
     (prepared,) = prepare(load_experiment(text, ["strategy.name=own_rule:Mine"]))
     files = ["own_package/__init__.py", "own_package/inside.py", "own_rule.py"]
-    found = named.sources(prepared.run.model_dump(mode="json"))
+    found = sources(prepared.run.model_dump(mode="json"))
     assert found == {file: hashlib.sha256((tmp_path / file).read_bytes()).hexdigest() for file in files}
     assert str(tmp_path) not in json.dumps(found)
     for name in ("own_package", "own_package.inside", "own_rule"):
@@ -144,4 +145,4 @@ def test_resumed_sessions_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for session in found["resumed"]:
         assert (session["after_round"], session["command"]) == (0, ["fedbn", "run", "--resume"])
         assert session["versions"] == found["versions"]
-    assert os.stat(run.path / "environment.json").st_mode & 0o077 == 0o044
+    assert os.stat(run.path / "environment.json").st_mode & 0o077 == 0

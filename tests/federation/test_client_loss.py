@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, client_app, run
-from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, known_keys, rule_of
+from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, known_keys
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, restore, state_of
@@ -143,7 +143,7 @@ def rules() -> Iterator[None]:
     yield
     sys.modules.pop("fedgkd", None)
     for key in [*BY_KEY]:  # the library's own modules add some when they are imported; these stay
-        if key not in before and not rule_of(key).__module__.startswith(("fedbn_flwr.", "strategies.")):
+        if key not in before and not BY_KEY[key].__module__.startswith(("fedbn_flwr.", "strategies.")):
             BY_KEY.pop(key)
 
 
@@ -184,10 +184,9 @@ def test_fedtan_s_first_step_has_the_term_too(federation: Federations) -> None:
         return F.cross_entropy(outputs, labels) + 0.7 * outputs.square().mean()
 
     fed = federation((8, 8), dtype=torch.float64, batches=1, lr=0.1)
-    for direct in (True, False):
-        strategy = Smoothed(min_batch=1, fraction_evaluate=0.0, direct=direct)
-        found = unpack(strategy.start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
-        near(found, sgd(copy.deepcopy(fed.model).train(), [union(fed)] * 2, smooth, lr=0.1), rtol=1e-9, atol=1e-12)
+    strategy = Smoothed(min_batch=1, fraction_evaluate=0.0)
+    found = unpack(strategy.start(fed.grid(), fed.arrays(), num_rounds=2).arrays)
+    near(found, sgd(copy.deepcopy(fed.model).train(), [union(fed)] * 2, smooth, lr=0.1), rtol=1e-9, atol=1e-12)
 
 
 def test_a_term_that_calls_batch_norm_raises_an_error_in_fedtan_s_step(federation: Federations) -> None:
@@ -227,7 +226,7 @@ def test_a_rule_that_adds_a_loss_to_one_that_decides_by_the_message_has_it(feder
 
 def test_only_rules_with_a_loss_train_alone() -> None:
     known_keys()  # imports all
-    alone = {rule_of(key).__name__ for key in BY_KEY if rule_of(key).trains_alone}
+    alone = {rule.__name__ for rule in BY_KEY.values() if rule.trains_alone}
     assert {"SmoothClient", "Twice", "FedRepClient"} <= alone
     assert not {"Doubled", "FedProxClient", "ScaffoldClient", "FixBNClient", "FedTANClient"} & alone
 

@@ -20,7 +20,7 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.folder.writer import RunFolder
-from fedbn_flwr.results.result import Results
+from fedbn_flwr.results.several import Results
 from tests.support.command import ROOT
 from tests.support.marks import slow_except
 from tests.support.sessions import outcome, session

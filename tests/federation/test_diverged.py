@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedbn_flwr import cli, run
+from fedbn_flwr import run
+from fedbn_flwr.commands import cli
 from fedbn_flwr.errors import Diverged
 
 EXPERIMENT = """
@@ -30,13 +33,18 @@ def test_a_diverged_run_is_a_result_and_is_not_repeated(
     text = EXPERIMENT + "sweep: {train.lr: [1.0e+38, 0.05]}\n"
     words = ["run", text, "rounds=2", "only=FedBN", "--jobs", jobs, "--out", str(tmp_path)]
     assert cli.main(words) == 1
-    first = capsys.readouterr().err
+    shown, first = capsys.readouterr()
+    assert re.search(r"\[1/2\] FedBN-lr=1e\+38: failed: .* 0 of 2 clients .*client 0 .*the client diverged\?", shown)
     before = environments(tmp_path)
+    assert "same run would diverge again; lower the learning rate, or clip gradients" in first
+    assert "--resume" not in first
+    assert json.loads((tmp_path / "FedBN-lr=1e+38" / "summary.json").read_text())["diverged_in"] == 1
     assert cli.main([*words, "--resume"]) == 1
     printed = capsys.readouterr()
     assert printed.err == first
     assert environments(tmp_path) == before, "a session began"
-    assert "1 of 2 runs are finished already\nFedBN-lr=1e+38 diverged before and would again; delete" in printed.out
+    before_and_again = "1 of 2 runs are finished already\n[1/2] FedBN-lr=1e+38: diverged before and would again; delete"
+    assert before_and_again in printed.out
     assert cli.main([*words, "train.clip=1", "--resume"]) == 2
     assert "cannot be resumed with other settings: train.clip" in capsys.readouterr().err
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr.errors import SettingsError, log_once
-from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FedTAN, FixBN, MeanStatistics, Private, Secure
+from fedbn_flwr.errors import forget_said
+from fedbn_flwr.strategies import FedAvg, FixBN, MeanStatistics, Secure
 from tests.support.federations import Federations, last_model, models_of, near
 
 OFF: dict[str, Any] = {"fraction_evaluate": 0.0}
@@ -89,34 +89,10 @@ def test_the_first_round_of_a_new_model_is_reported(
     fbn().begin(1, fed.arrays())
     assert "nothing is normalised before they are refreshed" in flower_log.text
     flower_log.clear()
-    log_once.cache_clear()
+    forget_said()
     fed.model[1].running_mean.fill_(0.5)
     fbn().begin(1, fed.arrays())
     assert "normalised" not in flower_log.text
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: fbn(freeze="affine"), "refresh is 0.1, .*freeze has only 'affine'"),
-        (lambda: FixBN(FedBN(), refresh=0.1), "with FedBN statistics stay on the clients"),
-        (lambda: FixBN(FedTAN(), refresh=0.1), "FedTAN exchanges those of a round's first step"),
-        (lambda: fbn(0.0), "refresh is 0.0"),
-        (lambda: FixBN(FixBN(FedAvg()), freeze_round=0, refresh=0.1), "freeze the same statistics; leave one"),
-        (lambda: FixBN(FixBN(FedAvg())), r"FixBN\(freeze_round=0.5, refresh=None\) freeze the same statistics"),
-        (lambda: FixBN(fbn(), freeze_round=3), r"FixBN\(freeze_round=0, refresh=0.1\) freeze the same statistics"),
-        (lambda: Private(fbn()), "pooled"),
-        (
-            lambda: FixBN(MeanStatistics(FedAvg(), statistics="median"), refresh=0.1),
-            "MeanStatistics takes the median .*, and with refresh FixBN would pool their statistics",
-        ),
-        (lambda: FixBN(flower.FedMedian(), refresh=0.1), "FedMedian compares the clients' models, and with refresh"),
-        (lambda: FixBN(HBN(), refresh=0.1), "HBN weights statistics by the sizes of the batches .*, and with refresh"),
-    ],
-)
-def test_what_cannot_be_refreshed_is_an_error(make: Any, reason: str) -> None:
-    with pytest.raises(SettingsError, match=reason):
-        make()
 
 
 def test_means_that_are_asked_for_around_a_robust_strategy_can_be_refreshed(federation: Federations) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -257,7 +256,7 @@ def test_clients_that_do_not_answer_in_time_are_named(federation: Federations) -
     strategy = FedAvg(min_train_nodes=2)
     replies = list(grid.send_and_receive(strategy.configure_train(1, fed.arrays(), ConfigRecord(), grid)))
     with pytest.raises(
-        RunFailed, match=r"1 of 3 clients sent a usable reply(.|\n)*node 2: it did not answer in time\n  - node 3: it"
+        RunFailed, match=r"1 of 3 clients sent a usable reply(.|\n)*- node 2, node 3: it did not answer in time"
     ):
         strategy.aggregate_train(1, replies[:1])
 
@@ -268,13 +267,12 @@ def test_clients_that_all_have_no_examples_end_the_run(federation: Federations) 
         FedAvg(fraction_evaluate=0.0).start(fed.grid(spoilt(fed, {0, 1}, change_count(0))), fed.arrays(), num_rounds=1)
 
 
-def test_waiting_for_nodes_has_an_end(federation: Federations) -> None:
+def test_waiting_for_nodes_has_an_end(federation: Federations, slept: list[float]) -> None:
     fed = federation()
-    strategy = FedAvg(min_available_nodes=5, node_timeout=0.3)
-    began = time.monotonic()
-    with pytest.raises(RunFailed, match=r"2 of 5 nodes are connected after 0\.3 s"):
+    strategy = FedAvg(min_available_nodes=5, node_timeout=60)
+    with pytest.raises(RunFailed, match=r"2 of 5 nodes are connected after 60 s"):
         strategy.start(fed.grid(), fed.arrays(), num_rounds=1)
-    assert 0.3 <= time.monotonic() - began < 5
+    assert 60 <= sum(slept) < 61
 
 
 def test_a_run_continues_without_a_lost_node_until_it_returns(
@@ -338,12 +336,12 @@ def test_a_client_that_is_back_under_another_node_is_not_missed(
 
 
 def test_flower_s_own_fedavg_drives_our_client(federation: Federations) -> None:
-    fed = federation(SIZES)
+    fed = federation(SIZES, dtype=torch.float64)
     ours = FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
     theirs = flower.FedAvg().start(fed.grid(), fed.arrays(), num_rounds=2)
-    near(unpack(theirs.arrays), unpack(ours.arrays), rtol=1e-4, atol=1e-5)
+    near(unpack(theirs.arrays), unpack(ours.arrays), rtol=1e-10, atol=1e-12)
     assert theirs.train_metrics_clientapp[2]["train-loss"] == pytest.approx(
-        ours.train_metrics_clientapp[2]["train-loss"], rel=1e-4
+        ours.train_metrics_clientapp[2]["train-loss"], rel=1e-10
     )
 
 
@@ -457,7 +455,7 @@ def test_a_client_that_does_not_answer_an_evaluation_is_named(
     replies = list(grid.send_and_receive(rule.configure_evaluate(1, arrays, ConfigRecord(), grid)))
     metrics = rule.aggregate_evaluate(1, replies[:1] + replies[2:])
     assert metrics is not None
-    assert rule.evaluation.used == [1, 3]
+    assert rule.evaluation.left == [1, 3]
     words = "client 1 (node 2): it did not answer in time"
     assert rule.evaluation.left_out == [words]
     assert f"round 1, evaluation: left out {words}" in flower_log.text

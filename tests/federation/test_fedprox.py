@@ -41,10 +41,10 @@ def test_a_round_equals_sgd_on_the_loss_with_the_term(federation: Federations) -
 
 
 def test_flowers_own_fedprox_asks_our_client_for_the_same(federation: Federations) -> None:
-    fed = federation((6, 6), lr=0.1)
+    fed = federation((6, 6), dtype=torch.float64, lr=0.1)
     ours = last_model(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.4), 3)
     theirs = last_model(fed, flower.FedProx(fraction_evaluate=0.0, proximal_mu=0.4), 3)
-    near(ours, theirs, rtol=1e-5, atol=1e-6)
+    near(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

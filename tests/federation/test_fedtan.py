@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,10 +19,10 @@ from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RoundSkipped, RunFailed
-from fedbn_flwr.exchange.carriers import Answers, ByMessages, Cohort
+from fedbn_flwr.exchange.carriers import ByMessages, Cohort
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.arrays import config_of, unpack
 from fedbn_flwr.strategies import FedAvg, GlobalMomentum, Round, Wrapper
 from tests.support.cohort import run_cohort
 from tests.support.federations import Changed, Federations, Forgetful, failing, last_model, same
@@ -119,7 +119,7 @@ def test_an_exchange_waits_no_longer_than_a_round(federation: Federations) -> No
     for limit, expected in ((50, {50}), (700, {600, 700})):
         waited.clear()
         fed = federation((4, 4), batches=1, model=two_norms)
-        rule = FedTAN(fraction_evaluate=0.0, direct=False)
+        rule = FedTAN(fraction_evaluate=0.0)
         rule.start(Timed(fed.grid()), fed.arrays(), num_rounds=1, timeout=limit)
         assert {timeout for timeout in waited if timeout is not None} == expected
 
@@ -179,29 +179,35 @@ def test_parked_and_replayed_rounds_give_the_same_model(
     fed = federation((6, 6), model=two_norms_with_dropout, lr=0.1, momentum=0.9)
     parked = last_model(fed, around(FedTAN(fraction_evaluate=0.0)), 3)
     monkeypatch.setattr("fedbn_flwr.client.layerwise.parked_rounds", Forgetful())
-    assert same(parked, last_model(fed, around(FedTAN(fraction_evaluate=0.0, direct=False)), 3))
+    assert same(parked, last_model(fed, around(FedTAN(fraction_evaluate=0.0)), 3))
 
 
-def test_two_runs_in_one_process_take_turns_between_two_exchanges(federation: Federations) -> None:
-    """The nodes of both have the same ids; `start` gives each run a name."""
+@pytest.mark.parametrize("name", [{}, {protocol.RUN: "the same"}], ids=["own names", "one name"])
+def test_two_runs_in_one_process_take_turns_between_two_exchanges(
+    federation: Federations, name: dict[str, str]
+) -> None:
+    """The nodes of both have the same ids. `start` names each run; with one name, each ends the other's rounds."""
     fed, other = (federation(sizes, model=two_norms_with_dropout, lr=0.1) for sizes in ((6, 6), (8, 5)))
 
     def run(fed: Any, grid: LocalGrid) -> dict[str, np.ndarray]:
         models: list[ArrayRecord] = []
         strategy = FedTAN(fraction_evaluate=0.0)
-        strategy.start(grid, fed.arrays(), 1, evaluate_fn=lambda _, model: models.append(model))
+        config = ConfigRecord(name)
+        strategy.start(grid, fed.arrays(), 1, train_config=config, evaluate_fn=lambda _, model: models.append(model))
         return dict(unpack(models[-1]))
 
     inside: list[dict[str, np.ndarray]] = []
 
     class TakingTurns(LocalGrid):
-        def continue_parked(self, *asked: Any) -> Answers | None:
-            inside.append(run(other, other.grid()))
-            return super().continue_parked(*asked)
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            sent = list(messages)
+            if sent and config_of(sent[0].content).get(protocol.EXCHANGE_STEP):
+                inside.append(run(other, other.grid()))
+            return super().send_and_receive(sent, timeout=timeout)
 
     found = run(fed, TakingTurns(fed.app(), 2))
     assert same(found, run(fed, fed.grid()))
-    assert len(inside) == 3, "one before each exchange but the first"
+    assert len(inside) == 4, "one before each exchange but the first, and before training"
     assert all(same(each, run(other, other.grid())) for each in inside)
 
 
@@ -213,7 +219,7 @@ def test_a_round_that_the_server_has_given_up_leaves_nothing_in_the_client_s_sta
         exchanging = any(protocol.EXCHANGE_STEP in config for config in configs)
         return [each for each in replies if each.metadata.src_node_id != 2 or not exchanging]
 
-    grid, rule = fed.grid(), FedTANII(fedtan_rounds=1, direct=False, fraction_evaluate=0.0)
+    grid, rule = fed.grid(), FedTANII(fedtan_rounds=1, fraction_evaluate=0.0)
     rule.start(Changed(grid, lose), fed.arrays(), num_rounds=2)
     contexts = grid.contexts()
     assert contexts is not None
@@ -268,7 +274,6 @@ class OwnNorm(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(
     ("used", "says"),
     [
@@ -278,7 +283,7 @@ class OwnNorm(nn.Module):
     ids=["another layer", "none"],
 )
 def test_clients_that_pass_through_different_layers_are_named(
-    federation: Federations, used: Callable[[int], int | None], says: str, direct: bool
+    federation: Federations, used: Callable[[int], int | None], says: str
 ) -> None:
     fed = federation((8, 8))
 
@@ -286,7 +291,7 @@ def test_clients_that_pass_through_different_layers_are_named(
         number = int(context.node_config["partition-id"])
         return BNClient(OwnNorm(used(number)), fed.data[number], context=context)
 
-    strategy, model = FedTAN(fraction_evaluate=0.0, direct=direct), ArrayRecord(OwnNorm(0).state_dict())
+    strategy, model = FedTAN(fraction_evaluate=0.0), ArrayRecord(OwnNorm(0).state_dict())
     with pytest.raises(RunFailed, match=says):
         strategy.start(LocalGrid(client_app(make), 2), model, num_rounds=1)
 

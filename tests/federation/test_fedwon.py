@@ -174,7 +174,7 @@ def test_a_client_clips_all_but_the_last_linear_layer(federation: Federations) -
     """A round against a hand-written one with timm's clipping."""
     fed = federation((8,), batches=4, model=won_net, dtype=torch.float64, lr=0.5, momentum=0.9)
     client = BNClient(copy.deepcopy(fed.model), fed.data[0], **fed.options)
-    found = client.train_round(unpack(fed.arrays()), {"fedbn.clip": 0.02}).arrays
+    found = client.train_round(unpack(fed.arrays()), {"fedbn.fedwon-clip": 0.02}).arrays
 
     def by_hand(exempt: set[str]) -> dict[str, Tensor]:
         twin = copy.deepcopy(fed.model).train()
@@ -199,7 +199,7 @@ def asked(federation: Federations, strategy: FedWon) -> set[Any]:
     fed, seen = federation((4, 4), model=won_net), set()
 
     def make(context: Context, config: ConfigRecord) -> BNClient:
-        seen.add(config.get("fedbn.clip"))
+        seen.add(config.get("fedbn.fedwon-clip"))
         return fed.make_client(context)
 
     strategy.start(fed.grid(client_app(make)), fed.arrays(), num_rounds=2)

@@ -12,7 +12,7 @@ import yaml
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr.cli import main
+from fedbn_flwr.commands.cli import main
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
@@ -105,8 +105,8 @@ def test_fixbn_wraps_a_server_optimiser_by_name(tmp_path: Path) -> None:
 
 def test_the_list_of_strategies_tells_flower_s_apart(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "strategies"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert {line.split()[0] for line in lines if "Flower's own: " in line} == set(FLOWER)
+    lines = capsys.readouterr().out.partition("Flower's own\n")[2].splitlines()
+    assert {line.split()[0] for line in lines} == set(FLOWER)
     assert main(["list", "strategies", "FedAdam"]) == 0
     assert "eta : float, optional" in capsys.readouterr().out
 

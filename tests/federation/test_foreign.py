@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 from collections.abc import Callable
+from functools import partialmethod
 from itertools import pairwise
 from typing import Any
 
@@ -17,14 +17,11 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common import ndarrays_to_parameters
-from flwr.server import ServerAppComponents, ServerConfig
-from flwr.serverapp import ServerApp
 from flwr.serverapp.exception import InconsistentMessageReplies
 from flwr.serverapp.strategy import Strategy
 
-from fedbn_flwr import BNClient, LocalGrid, client_app
-from fedbn_flwr.client.rule import BY_KEY, known_keys, rule_of
+from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.client.rule import BY_KEY, known_keys
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
@@ -38,7 +35,6 @@ from fedbn_flwr.strategies import (
     FixBN,
     GlobalMomentum,
     MeanStatistics,
-    Round,
     Scaffold,
     SiloBN,
     Standalone,
@@ -46,10 +42,8 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
-from strategies.fedavg import OLD_NAMES
 from tests.support.command import ROOT, python_blocks
 from tests.support.federations import Federations, near, same
-from tests.support.foreign import Foreign as ForeignClient
 from tests.support.marks import slow_except
 from tests.support.plugin import CLIENTS, PACKAGE, PROJECT, Project, RecordingGrid, copied, imported
 
@@ -403,11 +397,6 @@ def test_a_strategy_that_was_wrapped_works_on_its_own_as_before(federation: Fede
 # --- mixtures with Flower's old API -------------------------------------------
 
 
-def old_server(strategy: Any, grid: Any) -> None:
-    components = ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=1))
-    ServerApp(server_fn=lambda context: components)(grid, Context(1, 0, {}, RecordDict(), {}))
-
-
 @pytest.mark.parametrize(
     ("strategy", "found"),
     [(old.FedAvg(), r".*, a flwr\.server\.strategy\.\S*FedAvg"), (FedAvg, "<class .*FedAvg'>"), ("FedAvg", "'FedAvg'")],
@@ -424,57 +413,18 @@ def test_what_is_no_strategy_is_not_wrapped(strategy: Any, found: str) -> None:
 def test_clients_of_the_old_api_are_named_as_such(federation: Federations, make: Any) -> None:
     fed = federation((8, 12))
     app = ClientApp(client_fn=lambda context: fed.make_client(context).to_client())
-    with pytest.raises(RunFailed, match=r"node 1: its ClientApp was made with a client_fn, .*client_app \(docs"):
+    with pytest.raises(RunFailed, match=r"node 1, node 2: its ClientApp was made with a client_fn, .*\(docs"):
         make().start(LocalGrid(app, 2), fed.arrays(), num_rounds=1)
 
 
-def test_our_clients_refuse_a_server_of_the_old_api(
-    federation: Federations, flower_log: pytest.LogCaptureFixture
-) -> None:
-    fed, reason = federation((8, 12)), "the server has a strategy of Flower's old API"
-    with pytest.raises(ValueError, match=reason):
-        old_server(old.FedAvg(), fed.grid())
-    grid = RecordingGrid(fed.app(), 2)
-    first = ndarrays_to_parameters([*unpack(fed.arrays()).values()])
-    old_server(old.FedAvg(initial_parameters=first), grid)
-    assert len(grid.errors()) == 4, "two to train and two to evaluate"
-    assert all(reason in error for error in grid.errors())
-    assert reason in flower_log.text, "Flower's server continues without a word"
-
-
-@pytest.mark.parametrize(
-    ("make", "hint"),
-    [
-        (lambda: FedAvg(fraction_fit=0.5), "FedAvg has no argument 'fraction_fit'; did you mean fraction_train?"),  # type: ignore[call-arg]
-        (lambda: FedBN(on_fit_config_fn=None), "did you mean train_config of start()?"),
-        (lambda: FedTAN(min_train_node=3), "did you mean 'min_train_nodes'? known: arrayrecord_key, "),
-        (lambda: FedProx(proximal=0.1), "FedProx has no argument 'proximal'; did you mean 'proximal_mu'?"),
-    ],
-)
-def test_arguments_of_the_old_api_are_named(make: Any, hint: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(hint)):
-        make()
-
-
-def test_names_of_the_old_api_are_those_of_its_fedavg() -> None:
-    names = {*inspect.signature(old.FedAvg.__init__).parameters} - {*inspect.signature(flower.FedAvg).parameters}
-    assert {*OLD_NAMES} == names - {"self", "accept_failures", "inplace"}
-
-
-def test_the_arguments_of_the_class_itself_are_among_the_known_ones() -> None:
+def test_an_unknown_argument_has_the_nearest_one_of_the_class_and_its_bases() -> None:
+    with pytest.raises(TypeError, match="FedProx has no argument 'proximal'; did you mean 'proximal_mu'"):
+        FedProx(proximal=0.1)
     with pytest.raises(TypeError) as caught:
         FedBN(frozen=True)
     known = str(caught.value).partition("known: ")[2].split(", ")
     assert {"global_norm", "seed", "bounds", "fraction_train"} <= {*known}
     assert "options" not in known
-
-
-@pytest.mark.parametrize("make", [FedBN, lambda: FedBN(global_norm="initial"), SiloBN, Scaffold])
-def test_a_plain_numpy_client_is_referred_to_a_bnclient(federation: Federations, make: Any) -> None:
-    grid = LocalGrid(client_app(lambda context: ForeignClient()), 2)
-    hint = "which a Foreign does not honour; a BNClient of the server's version of fedbn-flwr does"
-    with pytest.raises(RunFailed, match=hint):
-        make().start(grid, federation((8, 12)).arrays(), num_rounds=1)
 
 
 def test_an_error_of_all_clients_is_logged_once_with_its_reason(
@@ -537,49 +487,18 @@ def test_fixbn_freezes_around_flower_s_strategies(federation: Federations, name:
     assert moved == [True, True, False, False]
 
 
-def test_any_numpy_client_is_served_and_refuses_what_it_does_not_know(federation: Federations) -> None:
-    fed = federation((8, 12))
-
-    class Theirs(NumPyClient):
-        def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
-            return [value + 1 for value in parameters], 3, {}
-
-        def evaluate(self, parameters: list[np.ndarray], config: Any) -> Any:
-            return 0.5, 3, {"accuracy": 0.25}
-
-    app = client_app(lambda context: Theirs())
-    grid = RecordingGrid(app, 2)
-    result = FedAvg().start(grid, fed.arrays(), num_rounds=2)
-    assert grid.errors() == []
-    np.testing.assert_array_equal(unpack(result.arrays)["4.bias"], unpack(fed.arrays())["4.bias"] + 2)
-    with pytest.raises(RunFailed, match=r"fedbn\.freeze"):
-        FixBN(FedAvg(), freeze_round=1).start(RecordingGrid(app, 2), fed.arrays(), num_rounds=2)
-
-
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (lambda: None, "make_client() returned None; expected a BNClient or another NumPyClient"),
+        (lambda: None, "make_client() returned None; expected a BNClient, without .to_client()"),
         (lambda: NumPyClient().to_client(), "make_client() returned a NumPyClientWrapper; expected a BNClient"),
-        (lambda: "client", "make_client() returned a str; expected a BNClient"),
+        (lambda: NumPyClient(), "make_client() returned a NumPyClient; expected a BNClient"),
     ],
 )
 def test_what_is_no_client_is_refused(federation: Federations, returned: Any, says: str) -> None:
     fed = federation((8, 12))
     with pytest.raises(RunFailed, match=re.escape(f"could not train: MessageError: {says}")):
         FedAvg().start(LocalGrid(client_app(lambda context: returned()), 2), fed.arrays(), num_rounds=1)
-
-
-def test_a_value_of_fit_that_is_no_array_is_named(federation: Federations) -> None:
-    fed = federation((8, 12))
-
-    class Tensors(NumPyClient):
-        def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
-            return [parameters[0], *map(torch.tensor, parameters[1:])], 3, {}
-
-    second = list(fed.arrays())[1]
-    with pytest.raises(RunFailed, match=f"TypeError: '{second}' is a Tensor; expected a NumPy array"):
-        FedAvg().start(LocalGrid(client_app(lambda context: Tensors()), 2), fed.arrays(), num_rounds=1)
 
 
 # --- our strategies with the template's client -------------------------------
@@ -631,7 +550,8 @@ def test_fixbn_refuses_the_template_s_client_in_the_first_frozen_round(
         start(FixBN(base(), freeze_round=2), project)
     words = str(caught.value)
     assert words.startswith("round 3: 0 of 4 clients sent a usable reply")
-    assert words.count("running_mean', which is frozen. Its ClientApp ignores the config key 'fedbn.freeze'") == CLIENTS
+    assert "node 1, node 2, node 3, node 4: it changed 'features" in words
+    assert "running_mean', which is frozen. Its ClientApp ignores the config key 'fedbn.fixbn-freeze'" in words
 
 
 def test_fedtan_refuses_the_template_s_client(project: Project) -> None:
@@ -641,7 +561,7 @@ def test_fedtan_refuses_the_template_s_client(project: Project) -> None:
     words = str(caught.value)
     assert words.startswith("round 1, exchange 1: 0 of 4 clients sent a usable reply, 2 are needed:")
     lack = "its ClientApp does not support exchanges; serve the client with fedbn_flwr.client_app"
-    assert words.count(lack) == CLIENTS
+    assert f"node 1, node 2, node 3, node 4: {lack}" in words
 
 
 HOME = {
@@ -651,18 +571,25 @@ HOME = {
 }
 
 
+@pytest.mark.parametrize(
+    ("strict", "says"), [(True, "loads a whole state dict"), (False, "ignores the config key 'fedbn.")]
+)
 @pytest.mark.parametrize("name", HOME)
-def test_rules_with_local_norms_refuse_the_template_s_client(project: Project, name: str) -> None:
-    """The client keeps no norms, so it cannot load a model without them."""
+def test_rules_with_local_norms_refuse_the_template_s_client(
+    project: Project, name: str, strict: bool, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps no norms, so each round would begin with new ones."""
+    load = partialmethod(torch.nn.Module.load_state_dict, strict=strict)
+    monkeypatch.setattr(project.task.Net, "load_state_dict", load)
     with pytest.raises(RunFailed) as caught:
         start(HOME[name](), project)
     words = str(caught.value)
     assert words.startswith("round 1: 0 of 4 clients sent a usable reply")
-    missing = "features.1.running_mean" if name == "SiloBN" else "features.1.weight"
-    assert words.count(f'"{missing}"') == CLIENTS
+    assert f"node 1, node 2, node 3, node 4: its ClientApp {says}" in words
+    assert "by fedbn_flwr.client_app with a BNClient" in words
 
 
-# --- docs/client-protocol.md and docs/old-api.md -------------------------------
+# --- docs/client-protocol.md -------------------------------
 
 
 def blocks(page: str) -> list[str]:
@@ -670,7 +597,7 @@ def blocks(page: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path: Any) -> None:
+def test_the_documented_client_honours_the_freeze_keeps_its_batch_norm_and_refuses_the_rest(tmp_path: Any) -> None:
     task = (
         "\n\ndef train_batches(model, loader, lr):\n"
         "    optimizer = torch.optim.SGD(model.parameters(), lr=lr)\n"
@@ -678,6 +605,10 @@ def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path:
         "        optimizer.zero_grad()\n"
         "        nn.functional.cross_entropy(model(batch['img']), batch['label']).backward()\n"
         "        optimizer.step()\n"
+        "\n\ndef test_batches(model, loader):\n"
+        "    assert not model.training\n"
+        "    with torch.no_grad():\n"
+        "        return sum(float(model(batch['img']).abs().sum()) for batch in loader)\n"
     )
     source = (PROJECT / PACKAGE / "task.py").read_text()
     client, server = blocks("client-protocol.md")
@@ -685,35 +616,30 @@ def test_the_documented_client_honours_the_freeze_and_refuses_the_rest(tmp_path:
     with imported(folder) as project:
         with LocalGrid(project.client_app, CLIENTS) as local:
             exec(server, {**globals(), "grid": local, "Net": project.task.Net})
-        result, grid, _ = start(FixBN(FedAvg(fraction_evaluate=0.0), freeze_round=1), project)
+        result, grid, _ = start(FixBN(FedAvg(), freeze_round=1), project)
         assert grid.errors() == []
         second, third, after = grid.trained(2)[0], grid.trained(3)[0], unpack(result.arrays)
         for key in [key for key in after if "running" in key]:
             assert second[key] == third[key] == after[key].tobytes()
         assert second["conv.weight"] != third["conv.weight"]
-        with pytest.raises(RunFailed, match=r"asks for 'fedbn\.kept'"):
-            start(FedBN(fraction_evaluate=0.0), project)
-
-
-def test_the_documented_server_trains_half_of_the_clients_in_each_of_its_rounds() -> None:
-    server, changing = blocks("old-api.md")
-    with imported() as project:
-        net = project.task.Net
-        names: dict[str, Any] = {"Net": net}
-        exec(server, names)
-        batch = (torch.randn(8, 1, 8, 8), torch.arange(8))
-        grid = RecordingGrid(client_app(lambda context: BNClient(net(), [batch], [batch])), CLIENTS)
-        names["app"](grid, Context(1, 0, {}, RecordDict(), {}))
-        exec(changing, names)
-    assert grid.errors() == []
-    assert grid.count("train") == 3 * CLIENTS / 2
-    assert names["Mine"]().config(Round(2, ArrayRecord(), ConfigRecord(), grid)) == {"lr": 0.05}
+        assert result.evaluate_metrics_clientapp[1].keys() == {"f1"}
+        _, grid, _ = start(FedBN(), project)
+        assert grid.errors() == []
+        assert not any("after_conv" in key for message in grid.trained(3) for key in message), "batch norm isn't sent"
+        found = [
+            unpack(reply.content["arrays"]) for reply in grid.replies if "arrays" in reply.content
+        ]  # it is returned
+        first, other, *_, last = (each for each in found[:CLIENTS] + found[-CLIENTS:])
+        assert (first["after_conv.weight"] != other["after_conv.weight"]).any()
+        assert last["after_conv.num_batches_tracked"] == 3 * first["after_conv.num_batches_tracked"] > 0
+        with pytest.raises(RunFailed, match=r"asks for 'fedbn\.scaffold"):
+            start(Scaffold(), project)
 
 
 def test_the_documented_keys_are_those_of_the_protocol() -> None:
-    page = (ROOT / "docs" / "client-protocol.md").read_text()
+    page = (ROOT / "docs" / "strategy-reference.md").read_text()
     documented = set(re.findall(r"^\| `(fedbn\.[\w-]+)`", page, re.MULTILINE))
-    modules = {key: rule_of(key).__module__ for key in [*BY_KEY]}  # tests in the same process define others
+    modules = {key: rule.__module__ for key, rule in BY_KEY.items()}  # tests in the same process define others
     ours = re.compile(r"(fedbn_flwr|strategies)\.(?!.*\btests\b)")
     of_tests = {key for key, module in modules.items() if not ours.match(module)}
     assert documented == {key for key in known_keys() if key.startswith(protocol.PREFIX)} - of_tests

@@ -136,8 +136,8 @@ def test_inside_fixbn_around_fedprox_all_three_are_asked_for(federation: Federat
     down, _ = traced(fed, strategy, 3)
     for (server_round, _), message in down.items():
         config = message["config"]
-        assert (config["fedbn.momentum"], config["proximal-mu"]) == (True, 0.5)
-        assert ("fedbn.freeze" in config, "momentum" in message) == (server_round > 1, server_round > 1)
+        assert (config["fedbn.globalmomentum"], config["proximal-mu"]) == (True, 0.5)
+        assert ("fedbn.fixbn-freeze" in config, "momentum" in message) == (server_round > 1, server_round > 1)
 
 
 def test_inside_and_outside_fixbn_are_the_same(federation: Federations) -> None:
@@ -160,7 +160,7 @@ def test_around_fedtan_only_the_last_message_has_the_momentum(federation: Federa
                 sent.append([set(message.content.array_records) for message in messages])
             return super().send_and_receive(messages, timeout=timeout)
 
-    GlobalMomentum(FedTAN(fraction_evaluate=0.0, direct=False)).start(Noting(fed.grid()), fed.arrays(), num_rounds=2)
+    GlobalMomentum(FedTAN(fraction_evaluate=0.0)).start(Noting(fed.grid()), fed.arrays(), num_rounds=2)
     plain, last = [{"arrays"}] * 2, [{"arrays", "momentum"}] * 2
     assert sent == [plain] * 3 + [plain] * 2 + [last], "one batch norm: two exchanges and the last message"
 

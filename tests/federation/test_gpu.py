@@ -203,7 +203,7 @@ def test_the_host_waits_for_no_step(momentum: float) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     for batches in (data.epoch(1, 0), checked()):  # the first epoch allocates what all epochs use
-        assert train(Training(model, batches, optimizer, F.cross_entropy, GPU)).loss > 0
+        assert train(Training(model, batches.__iter__, optimizer, F.cross_entropy, GPU)).loss > 0
 
 
 @pytest.mark.filterwarnings("default")  # of PyTorch about itself

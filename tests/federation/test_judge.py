@@ -13,14 +13,18 @@ import pytest
 import torch
 from scipy import stats
 
-from fedbn_flwr import LocalGrid, cli, client_app, evaluate, run
-from fedbn_flwr.errors import RunFailed, SettingsError, UserError
+from fedbn_flwr import LocalGrid, client_app, evaluate, run, run_all
+from fedbn_flwr.commands import cli
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.data import load_data, shares_of
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.judged import by_client
+from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.result import Result
-from fedbn_flwr.yaml_text import dump_yaml
+from fedbn_flwr.results.yaml_text import dump_yaml
 
 SETTINGS: dict[str, Any] = {
     "rounds": 2,
@@ -51,21 +55,40 @@ def twin(result: Result) -> tuple[list[int], list[float]]:
 
 def test_each_client_measures_what_direct_computation_gives(models: list[Result], tmp_path: Path) -> None:
     judged = evaluate(SETTINGS, *models, out=tmp_path)
-    names = [str(model.folder) for model in models]
+    assert judged.labels == [str(model.folder) for model in models]
     counts, *accuracies = twin(models[0])[0], *(twin(model)[1] for model in models)
-    for name, expected in zip(names, accuracies, strict=True):
-        values = judged.clients[name]
-        assert [values[client]["examples"] for client in range(4)] == counts
-        assert [values[client]["accuracy"] for client in range(4)] == pytest.approx(expected, abs=1e-9)
-        assert judged.weighted[name]["accuracy"] == pytest.approx(np.average(expected, weights=counts), abs=1e-9)
-    found = judged.differences[names[1]]["accuracy"]
+    for found, expected in zip(judged, accuracies, strict=True):
+        assert [found.clients["own_examples"][str(client)] for client in range(4)] == counts
+        assert own(found) == pytest.approx(expected, abs=1e-9)
+        assert (found.summary.status, found.summary.rounds, len(found.lines)) == ("finished", 0, 1)
+    report = by_client(group(find_runs([tmp_path])))
+    means = [np.average(expected, weights=counts) for expected in accuracies]
+    assert re.search(rf"weighted +150 +{means[0]:.2%} +{means[1]:.2%}", report)
     tested = stats.ttest_rel(accuracies[1], accuracies[0])
     low, high = tested.confidence_interval(0.95)
-    expected = (float(np.mean(accuracies[1]) - np.mean(accuracies[0])), low, high, tested.pvalue)
-    assert (found.difference, found.low, found.high, found.p) == pytest.approx(expected, abs=1e-9)
-    written = json.loads((tmp_path / "evaluation.json").read_text())
-    assert written["weighted"][names[0]] == pytest.approx(dict(judged.weighted[names[0]]))
-    assert not list(tmp_path.glob("*/history.jsonl"))
+    difference = np.mean(accuracies[1]) - np.mean(accuracies[0])
+    assert f": {difference:.2%}, the mean of 4 clients; 95 % interval {low:.2%} to {high:.2%}, p = " in report
+    assert f"p = {tested.pvalue:.2g}" in report
+
+
+def own(result: Result) -> list[float]:
+    values = result.clients["own_accuracy"]
+    return [values[str(client)] for client in range(len(values))]
+
+
+def test_runs_that_differ_only_in_how_they_train_need_no_choice(models: list[Result], tmp_path: Path) -> None:
+    runs = {"one": {}, "two": {"strategy": "FixBN"}, "three": {"train": {"lr": 0.5}}}
+    one, several = (
+        evaluate({**SETTINGS, **more}, models[0], out=tmp_path / str(len(more))) for more in ({}, {"runs": runs})
+    )
+    assert [own(result) for result in one] == [own(result) for result in several]
+
+
+def test_a_run_without_rounds_stands_beside_those_that_train(tmp_path: Path) -> None:
+    runs = {"start": {"rounds": 0}, "trained": {}}
+    start, trained = run_all({**SETTINGS, "runs": runs}, out=tmp_path, progress=False)
+    assert own(start) == pytest.approx(twin(start)[1], abs=1e-9)
+    assert (start.summary.rounds, trained.summary.rounds) == (0, 2)
 
 
 def test_no_train_message_is_sent(models: list[Result], tmp_path: Path) -> None:
@@ -82,12 +105,10 @@ def test_no_train_message_is_sent(models: list[Result], tmp_path: Path) -> None:
     text = dump_yaml({**SETTINGS, "rounds": 0, "evaluate": {"models": [str(tmp_path / "weights.pt")]}})
     config = {"experiment": text, "out": str(tmp_path / "out")}
     with Listening(client_app(make_client), 4, run_config=config) as grid:
-        outcome = serve(grid, config)
+        serve(grid, config)
     assert len([kind for kind in kinds if kind.startswith("evaluate")]) == 4
     assert not any(kind.startswith("train") for kind in kinds)
-    assert outcome.judged is not None
-    (values,) = outcome.judged.clients.values()
-    assert [values[client]["accuracy"] for client in range(4)] == pytest.approx(twin(models[0])[1], abs=1e-9)
+    assert own(Result.read(tmp_path / "out")) == pytest.approx(twin(models[0])[1], abs=1e-9)
 
 
 def write_site(folder: Path, seed: int, shift: float) -> Path:
@@ -119,14 +140,14 @@ def test_sites_measure_what_predict_gives_there(
         "engine": {"workers": 0, "device": "cpu"},
     }
     done = run(settings, strategy="FixBN", node_config=nodes, out="run", progress=False)
-    judged = evaluate(settings, done, node_config=nodes, out="judged")
-    (values,) = judged.clients.values()
+    (judged,) = evaluate(settings, done, node_config=nodes, out="judged")
     for number, site in enumerate(sites):
         words = ["predict", str(done.folder), "--data", str(site), "--out", "predictions.csv"]
         assert cli.main(words) == 0
         said = re.search(r"accuracy ([0-9.]+): (\d+) of 31 labels", capsys.readouterr().out)
         assert said is not None
-        assert values[number] == {**values[number], "examples": 31, "accuracy": pytest.approx(int(said[2]) / 31)}
+        assert judged.clients["own_examples"][str(number)] == 31
+        assert judged.clients["own_accuracy"][str(number)] == pytest.approx(int(said[2]) / 31)
     others = {**settings, "data": {**settings["data"], "class_names": ["yes", "no"]}}
     with pytest.raises((SettingsError, RunFailed), match="classes"):
         evaluate(others, done, node_config=nodes, out="others")
@@ -135,12 +156,10 @@ def test_sites_measure_what_predict_gives_there(
 def test_what_cannot_be_judged_is_named(models: list[Result], tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="does not fit the"):
         evaluate(SETTINGS, models[0], model="mlp", out=tmp_path)
-    with pytest.raises(UserError, match="is not a run folder"):
+    with pytest.raises(SettingsError, match=r"model\.safetensors' cannot be read"):
         evaluate(SETTINGS, tmp_path, out=tmp_path)
-    with pytest.raises(SettingsError, match=r"has 2 runs \(one, two\)"):
+    with pytest.raises(SettingsError, match="differ in their data or network; choose one by only=LABEL and seed="):
         evaluate({**SETTINGS, "runs": {"one": {}, "two": {"seed": 1}}}, models[0], out=tmp_path)
-    with pytest.raises(SettingsError, match="rounds is 0, and nothing is trained"):
-        run(SETTINGS, rounds=0, out=tmp_path)
     with pytest.raises(SettingsError, match="instead of training, but rounds is 2"):
         run(SETTINGS, evaluate={"models": ["a"]}, out=tmp_path)
 
@@ -148,9 +167,9 @@ def test_what_cannot_be_judged_is_named(models: list[Result], tmp_path: Path) ->
 def test_the_command_prints_a_table(models: list[Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "e.yaml").write_text(dump_yaml(SETTINGS))
     words = [word for model in models for word in ("--model", str(model.folder))]
-    assert cli.main(["evaluate", str(tmp_path / "e.yaml"), *words, "--out", str(tmp_path)]) == 0
+    assert cli.main(["evaluate", str(tmp_path / "e.yaml"), *words, "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert "accuracy on each client's own test examples" in shown
-    assert re.search(r"weighted +150 +\d+\.\d\d% +\d+\.\d\d%", shown)
     assert f"{models[1].folder} minus {models[0].folder}: " in shown
-    assert "p = " in shown
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "accuracy on own data" in capsys.readouterr().out

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedbn_flwr import cli, run
+from fedbn_flwr import run
+from fedbn_flwr.commands import cli
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.results.result import Result

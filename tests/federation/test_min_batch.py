@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr import BNClient, cli, client_app
+from fedbn_flwr import BNClient, client_app
+from fedbn_flwr.commands import cli
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.data import shares_of
 from fedbn_flwr.experiment.file.layers import load_experiment
@@ -39,7 +40,7 @@ def test_a_client_with_a_small_batch_sends_no_array(
 ) -> None:
     fed = federation((32, 31, 40), batches=1, steps=1)
     noting = RecordingGrid(fed.app(), 3)
-    last_model(fed, strategy(fraction_evaluate=0.0, direct=False), 1, noting)
+    last_model(fed, strategy(fraction_evaluate=0.0), 1, noting)
     of_small = [reply for reply in noting.replies if reply.metadata.src_node_id == 2]
     assert not any(reply.content.array_records for reply in of_small if reply.has_content())
     small = [reply for reply in of_small if reply.metadata.message_type == protocol.EXCHANGE_QUERY]
@@ -53,7 +54,7 @@ def test_a_client_with_a_small_batch_sends_no_array(
 def test_a_run_of_which_too_few_clients_are_left_names_them(federation: Federations) -> None:
     fed = federation((32, 31), batches=1, steps=1)
     with pytest.raises(RunFailed, match=REFUSES), fed.grid(workers=2) as grid:
-        last_model(fed, FedTAN(fraction_evaluate=0.0, direct=False), 1, grid)
+        last_model(fed, FedTAN(fraction_evaluate=0.0), 1, grid)
 
 
 def test_a_smaller_batch_trains_if_it_is_allowed(federation: Federations) -> None:

@@ -15,7 +15,7 @@ import yaml
 from torch.nn import functional as F
 
 from fedbn_flwr import run_all
-from fedbn_flwr.cli import main
+from fedbn_flwr.commands.cli import main
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder.writer import RunFolder

@@ -22,7 +22,7 @@ from flwr.serverapp.strategy import FedAdam
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app, roles, run
-from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, rule_of
+from fedbn_flwr.client.rule import BY_KEY, ClientRule, Key, rule_of, rules_for
 from fedbn_flwr.errors import RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.experiment.registry import class_of
 from fedbn_flwr.extensions import declared
@@ -30,7 +30,8 @@ from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.messages.quote import shown
 from fedbn_flwr.messages.reply import with_config
 from fedbn_flwr.results.folder.writer import RunFolder
-from fedbn_flwr.server.rule import Base
+from fedbn_flwr.server.base import Base
+from fedbn_flwr.server.round import Rule
 from fedbn_flwr.strategies import (
     HBN,
     FedAvg,
@@ -236,7 +237,7 @@ def test_a_file_and_a_line_extend_the_package_by_both_halves(tmp_path: Path) -> 
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    command = "from fedbn_flwr.cli import main; main()"
+    command = "from fedbn_flwr.commands.cli import main; main()"
     assert "FedAvg of each client's change per local step" in stdout(command, "list", "strategies", "PerStep")
     client = "from fedbn_flwr.client.rule import rules_for; print(rules_for({'fedbn.steps': True}))"
     assert stdout(client) == "[<class 'fedbn_flwr.strategies.perstep.PerStepClient'>]\n"
@@ -478,7 +479,7 @@ def test_evaluation_leaves_the_attendance_of_training_as_it_is(federation: Feder
     rule.aggregate_train(1, grid.send_and_receive(rule.configure_train(1, arrays, ConfigRecord(), grid)))
     bad = 0
     rule.aggregate_evaluate(1, grid.send_and_receive(rule.configure_evaluate(1, arrays, ConfigRecord(), grid)))
-    assert (rule.base.training.used, rule.base.evaluation.used) == ([1, 3], [2, 3])
+    assert (rule.base.training.left, rule.base.evaluation.left) == ([1, 3], [2, 3])
     left_out = rule.base.training.left_out, rule.base.evaluation.left_out
     assert [[text[:17] for text in each] for each in left_out] == [["node 2: client 1 "], ["client 0 (node 1)"]]
 
@@ -498,7 +499,7 @@ def test_a_skipped_round_keeps_the_model_and_the_run_goes_on(federation: Federat
     rule = EverySecond(FedAvg())
     result = rule.start(fed.grid(), start, num_rounds=3)
     assert [dict(each).get("skipped") for each in result.train_metrics_clientapp.values()] == [1, None, 1]
-    assert not rule.base.training.used, "the last round used no reply"
+    assert not rule.base.training.left, "the last round used no reply"
     # Nothing is drawn, so the second round trains as the first one of another run.
     assert same(unpack(result.arrays), unpack(FedAvg().start(fed.grid(), start, num_rounds=1).arrays))
 
@@ -768,11 +769,11 @@ def test_a_note_may_be_an_array_and_has_no_name_of_the_summary(tmp_path: Path) -
         run(base, strategy={"name": f"{__name__}:TakenNote"}, out=tmp_path / "taken", progress=False)
 
 
-@pytest.mark.parametrize("base", [ClientRule, rule_of("proximal-mu")])
+@pytest.mark.parametrize("base", [ClientRule, *rules_for({"proximal-mu": 1.0})])
 def test_a_client_rule_does_not_take_over_a_key_of_the_library(base: type) -> None:
-    with pytest.raises(TypeError, match=r"Mine has the key 'proximal-mu' of .*fedprox:FedProxClient; give it a key of"):
+    with pytest.raises(TypeError, match=r"Mine has the key 'proximal-mu' of .*fedprox; give it a key of"):
         type("Mine", (base,), {"keys": {"proximal-mu": Key("a number", "for this test")}})
-    assert rule_of("proximal-mu").__name__ == "FedProxClient"
+    assert [rule.__name__ for rule in rules_for({"proximal-mu": 1.0})] == ["FedProxClient"]
 
 
 def test_two_client_rules_have_no_key_in_common() -> None:
@@ -785,7 +786,7 @@ def test_two_client_rules_have_no_key_in_common() -> None:
     assert rule_of("test.common") is again
 
 
-class ForgetsACombine(Base):
+class ForgetsACombine(Rule, Base):
     def train_messages(self, round: Any) -> Any:
         return []
 

@@ -22,7 +22,8 @@ import safetensors.numpy
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import strategy as flower
 
-from fedbn_flwr import LocalGrid, cli, client_app
+from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.commands import cli
 from fedbn_flwr.errors import RunFailed, SettingsError, UserError
 from fedbn_flwr.experiment.data import forget_data
 from fedbn_flwr.experiment.node import make_client
@@ -32,6 +33,7 @@ from fedbn_flwr.messages.gate import Gated
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.yaml_text import dump_yaml
 from fedbn_flwr.strategies import (
     FedBS,
     FixBN,
@@ -42,7 +44,6 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
-from fedbn_flwr.yaml_text import dump_yaml
 from tests.support.command import FEDBN, ROOT, signalled
 from tests.support.marks import slow_except
 from tests.support.records import content

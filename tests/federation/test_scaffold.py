@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from fedbn_flwr.client.node_state import NodeState
 from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.serialization import parse
+from fedbn_flwr.storage import Rounds
 from fedbn_flwr.strategies import FedAvg, FedTAN, FixBN, GlobalMomentum, Round, Scaffold, restore, state_of
 from strategies.fedwon import CLIP
-from strategies.scaffold import total_of
 from tests.support.federations import Arrays, Change, Changed, Federations, failing, models_of, replaced, same
 from tests.support.fixtures import Batches, Federation
 from tests.support.marks import slow_except
@@ -105,22 +107,25 @@ def test_control_variates_are_means_of_the_gradients_before_clipping(federation:
     fed, plain, clipped = federation((8, 12), batches=1), strategy(), Clipped(fraction_evaluate=0.0)
     models = [models_of(fed, rule, 1)[-1] for rule in (plain, clipped)]
     assert not same(*models)
-    assert all(same(plain.memory.controls[i], clipped.memory.controls[i]) for i in range(2))
+    assert same(plain.memory.total, clipped.memory.total)
 
 
 def held(state: NodeState, rule: Scaffold, partition: int) -> Arrays:
     """c_i, the control variate with which a client begins its next round."""
-    return dict(state.load(f"fedbn.control.{rule.memory.added.get(partition, 0)}"))
+    return dict(state.load(f"fedbn.scaffold.{rule.memory.added.get(partition, 0)}"))
 
 
-def by_hand(present: list[set[int]]) -> list[float]:
-    """x after each round, in which only these clients take part; N = 2."""
+def by_hand(present: list[set[int]], forgotten: Collection[tuple[int, int]] = ()) -> list[float]:
+    """x after each round, in which only these clients take part; N = 2. Some have forgotten their c_i (round, i)."""
     gradients = [lambda y: y, lambda y: 4 * (y - 4)]
     x, c, own, found = 0.0, 0.0, [0.0, 0.0], []
-    for clients in present:
+    for number, clients in enumerate(present, start=1):
         ends, changes = [], []
         for i in sorted(clients):
             y, seen = x, []
+            if (number, i) in forgotten:  # only the server still has it, and takes it out of c after the round
+                changes.append(-own[i])
+                own[i] = 0.0
             for _ in range(2):
                 seen.append(gradients[i](y))
                 y -= (seen[-1] + c - own[i]) / 8
@@ -244,7 +249,7 @@ def test_frozen_affine_parameters_keep_their_control_variates(federation: Federa
     class Noting(Scaffold):
         def after_round(self, *given: Any) -> None:
             super().after_round(*given)
-            kept.append((total_of(self.memory.controls), held(clients[1].state, self, 0)))
+            kept.append((self.memory.total, held(clients[1].state, self, 0)))
 
     inner = Noting(fraction_evaluate=0.0)
     models_of(fed, FixBN(inner, freeze_round=1, freeze=["affine"]), 3, app)
@@ -327,7 +332,8 @@ class Kept(Scaffold):
             for context in self.contexts().values()
         ]
         expected = sum(each.get("weight", np.zeros((1, 1))) for each in own)
-        np.testing.assert_allclose(total_of(self.memory.controls)["weight"], expected, rtol=1e-12, atol=1e-12)
+        found = self.memory.total.get("weight", np.zeros((1, 1)))
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def kept(grid: LocalGrid, **options: Any) -> Kept:
@@ -351,29 +357,51 @@ def test_a_reply_that_the_server_does_not_use_is_as_if_its_client_had_been_absen
     assert found[-1] == pytest.approx(OPTIMUM, abs=1e-6)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3])
-def test_a_run_that_is_resumed_around_a_lost_reply_equals_the_whole_one(stop: int, tmp_path: Path) -> None:
-    """The nodes have their states in folders and other ids after the stop, and the server has restored its memory."""
-    fed, x = one_weight(), one_weight().arrays()
-    before, after = strategy(), strategy()
-    run = {protocol.RUN: "a run", protocol.TOKEN: "0" * 32}
-    found, rule = [], before
-    before.begin(8, x)
-    after.begin(8, x)
-    grid = Changed(fed.grid(node_config={"state": str(tmp_path)}), lost({2}))
-    for number in range(1, 9):
-        config = ConfigRecord({**run, protocol.CHECKPOINT_ROUND: number - 1})
-        replies = grid.send_and_receive(rule.configure_train(number, x, config, grid))
-        arrays, _ = rule.aggregate_train(number, replies)
-        assert arrays is not None
-        x = arrays
-        found.append(float(unpack(x)["weight"].item()))
-        if number == stop:
-            restore(after, state_of(before))
-            rule = after
-            ids = [1, 2] if stop == 1 else [7, 9]
-            grid = Changed(fed.grid(node_config={"state": str(tmp_path)}, node_ids=ids), lost({2}))
-    assert found == pytest.approx(by_hand([{0, 1}, {0}, *[{0, 1}] * 6]), rel=1e-12)
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_with_losses_and_a_return_to_a_checkpoint_it_equals_the_twin_that_has_every_control_variate(
+    stop: int, tmp_path: Path, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """A reply is lost, a node loses its folder, and the server is killed a round after its checkpoint.
+
+    Then the nodes have other ids. The server takes the lost c_i out of c, and the other one's stays.
+    """
+    fed, nodes, found = one_weight(), tmp_path / "nodes", list[float]()
+
+    def train(rule: Scaffold, ids: list[int], x: ArrayRecord, rounds: range) -> ArrayRecord:
+        """The model of the last round; the latest checkpoint is the one of the round before the first."""
+        rule.folder = tmp_path / "server"
+        grid = Changed(fed.grid(node_config={"state": str(nodes)}, node_ids=ids), lost({2}))
+        for number in rounds:
+            if number == 5:
+                shutil.rmtree(next(nodes.glob("*/client-1")))
+            run = {protocol.RUN: "a run", protocol.TOKEN: "0" * 32, protocol.CHECKPOINT_ROUND: rounds.start - 1}
+            messages = rule.configure_train(number, x, ConfigRecord(run), grid)
+            arrays, _ = rule.aggregate_train(number, grid.send_and_receive(messages))
+            assert arrays is not None
+            found.append(float(unpack(x := arrays)["weight"].item()))
+        return x
+
+    before, after, x = strategy(), strategy(), fed.arrays()
+    before.begin(60, x)
+    after.begin(60, x)
+    x = train(before, [1, 2], x, range(1, stop + 1))
+    restore(after, state_of(before))
+    train(before, [1, 2], x, range(stop + 1, stop + 2))
+    found.pop()
+    train(after, [1, 2] if stop == 1 else [7, 9], x, range(stop + 1, 61))
+    assert found == pytest.approx(by_hand([{0, 1}, {0}, *[{0, 1}] * 58], {(5, 1)}), rel=1e-12)
+    assert found[-1] == pytest.approx(OPTIMUM, abs=1e-6)
+    assert "has lost its control variate, which begins at zero again" in flower_log.text
+    assert len([*(tmp_path / "server").rglob("round-*")]) <= 6, "of each client the checkpoint's and the last two"
+
+
+def test_a_checkpoint_has_no_arrays_for_each_client(federation: Federations) -> None:
+    sizes = []
+    for clients in (2, 6):
+        fed, rule = federation((6,) * clients), strategy()
+        models_of(fed, rule, 1)
+        sizes.append(len(state_of(rule)))
+    assert sizes[1] - sizes[0] < 4 * 64, "bytes: a client's number and the round of its control variate"
 
 
 def test_with_partial_participation_lost_replies_do_not_change_the_optimum() -> None:
@@ -385,23 +413,30 @@ def test_with_partial_participation_lost_replies_do_not_change_the_optimum() -> 
     assert found[-1] == pytest.approx(19.5 / 7.25, abs=1e-9)
 
 
-def test_a_client_that_lost_its_state_does_not_change_the_optimum(flower_log: pytest.LogCaptureFixture) -> None:
-    """The server takes its c_i out of c, and the other one's stays."""
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_client_alone_in_a_round_that_lost_its_state_does_not_change_the_others(has_file: bool) -> None:
+    """One of three clients trains in each round; after the loss the other two have what they had.
 
-    def forget(messages: list[Message], replies: list[Message]) -> list[Message]:
-        if trained_round(messages) == 3:
-            grid.contexts()[2].state = RecordDict()
-        return replies
+    If the server has lost the client's file too, all begin at zero again.
+    """
+    fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)
+    whole, losses = fed.app(), list[int]()
 
-    fed = one_weight()
-    grid, rule = fed.grid(), strategy()
-    found = weights(models_of(fed, rule, 60, grid=Changed(grid, forget)))
-    assert found[-1] == pytest.approx(OPTIMUM, abs=1e-6)
-    for partition, context in enumerate(grid.contexts().values()):
-        own = held(NodeState(context.state), rule, partition)["weight"]
-        np.testing.assert_allclose(rule.memory.controls[partition]["weight"], own, rtol=1e-12, atol=1e-12)
-    logged = [each.getMessage() for each in flower_log.records if "begins at zero again" in each.getMessage()]
-    assert logged == ["client 1 (node 2) has lost its control variate, which begins at zero again"]
+    class Forgetful(ClientApp):
+        def __call__(self, message: Message, context: Context) -> Message:
+            if message.metadata.message_type == "train" and message.content["config"]["server-round"] == 23:
+                losses.append(int(context.node_config["partition-id"]))
+                context.state.clear()
+                if not has_file:
+                    shutil.rmtree(rule.folder)
+            reply: Message = whole(message, context)
+            return reply
+
+    grid = fed.grid(Forgetful())
+    rule = kept(grid, fraction_train=0.34)  # compares c with the sum of what the clients have, after each round
+    models_of(fed, rule, 24, grid=grid)
+    assert len(losses) == 1
+    assert len(rule.memory.added) == (3 if has_file else 1), "one client has trained since"
 
 
 def test_a_client_that_always_reports_a_loss_does_not_change_the_others(flower_log: pytest.LogCaptureFixture) -> None:
@@ -411,21 +446,18 @@ def test_a_client_that_always_reports_a_loss_does_not_change_the_others(flower_l
         if partition == 2:
             reply["metrics"]["control-lost"] = 1
 
-    known: list[set[int]] = []
-
     class Noting(Scaffold):
         def after_round(self, *given: Any) -> None:
             super().after_round(*given)
-            known.append({*self.memory.controls})
-            for partition, context in enumerate(grid.contexts().values()):
-                if partition < 2:
-                    own = held(NodeState(context.state), self, partition)["weight"]
-                    np.testing.assert_allclose(self.memory.controls[partition]["weight"], own, rtol=1e-12)
+            for partition in range(2):
+                stored = Rounds(self.folder / f"client-{partition}").read(self.memory.added[partition])
+                own = held(NodeState(grid.contexts()[partition + 1].state), self, partition)["weight"]
+                np.testing.assert_allclose(parse(stored, dict)["weight"], own, rtol=1e-12)
 
     fed = one_weight((1, 1, 1), THREE, lr=0.05, epochs=3)
-    grid = fed.grid(between(fed.app(), lie))
-    models_of(fed, Noting(fraction_evaluate=0.0), 4, grid=grid)
-    assert known == [{0, 1, 2}] * 4
+    grid, rule = fed.grid(between(fed.app(), lie)), Noting(fraction_evaluate=0.0)
+    models_of(fed, rule, 4, grid=grid)
+    assert rule.memory.added == dict.fromkeys(range(3), 4)
     logged = [each for each in flower_log.records if "begins at zero again" in each.getMessage()]
     assert len(logged) == 1, "once, however often it says so"
 
@@ -437,22 +469,15 @@ def test_a_client_that_returns_under_another_node_id_keeps_its_control_variate(
     fed = one_weight()
     grids = [fed.grid(node_config={"state": str(tmp_path)}, node_ids=ids) for ids in ([1, 2], [1, 77])]
 
-    class Restarted(GridAround):
-        def get_node_ids(self) -> Iterable[int]:
-            if self.rule.round is not None and self.rule.round.number == 3:
-                self.inner = grids[1]
-            return self.inner.get_node_ids()
-
-    grid = Restarted(grids[0])
-    grid.rule = strategy()
+    grid = GridAround(grids[0])
     run = ConfigRecord({protocol.RUN: "a run", protocol.TOKEN: "0" * 32, protocol.CHECKPOINT_ROUND: 0})
     models: list[float] = []
 
-    def keep(_: int, arrays: ArrayRecord) -> None:
+    def keep(server_round: int, arrays: ArrayRecord) -> None:
         models.append(float(unpack(arrays)["weight"].item()))
+        grid.inner = grids[server_round >= 2]
 
-    grid.rule.start(grid, fed.arrays(), num_rounds=8, train_config=run, evaluate_fn=keep)
-    assert grid.inner is grids[1]
+    strategy().start(grid, fed.arrays(), num_rounds=8, train_config=run, evaluate_fn=keep)
     assert models[1:] == pytest.approx(by_hand([{0, 1}] * 8), rel=1e-12)
     assert "not connected" not in flower_log.text, "it is asked for its partition first"
 

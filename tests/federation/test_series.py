@@ -39,11 +39,10 @@ def federation(**options: Any) -> Federation:
     return Federation(model, [Of([batch]) for batch in CLIENTS], {"lr": 0.1, "steps": 1, **options})
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["in processes", "messages"])
 @pytest.mark.parametrize("exchange", ["fused", "paper"])
-def test_fedtan_trains_as_one_model_on_the_union_of_padded_series(exchange: str, direct: bool) -> None:
+def test_fedtan_trains_as_one_model_on_the_union_of_padded_series(exchange: str) -> None:
     fed = federation()
-    ours = last_model(fed, FedTAN(exchange=exchange, direct=direct, **NONE), 3)
+    ours = last_model(fed, FedTAN(exchange=exchange, **NONE), 3)
     near(ours, sgd(copy.deepcopy(fed.model).train(), [union_of(CLIENTS)] * 3, lr=0.1), atol=1e-12)
 
 

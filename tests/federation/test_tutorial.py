@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.results.result import Results
+from fedbn_flwr.results.several import Results
 from tests.support.command import ROOT
 from tests.support.pages import REWRITE, Page, differences, excerpt, printed
 

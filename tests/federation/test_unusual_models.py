@@ -201,7 +201,7 @@ class WithExtraState(nn.Linear):
 
 def scripted() -> nn.Module:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")  # deprecated, as a FutureWarning since 2.15
         return nn.Sequential(torch.jit.script(net()))
 
 

@@ -46,6 +46,11 @@ def near(some: Mapping[str, Any], whole: Mapping[str, Any], rtol: float = 0.0, a
         np.testing.assert_allclose(value, whole[key], rtol=rtol, atol=atol, err_msg=key)
 
 
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
+    """Keys of arrays in which some value differs by more than any processor's rounding of float64."""
+    return {key for key, value in one.items() if not np.allclose(value, other[key], rtol=0, atol=1e-9)}
+
+
 def replaced(fed: Any) -> tuple[Any, dict[int, BNClient]]:
     """The federation's app with a new client for each message, which gets a copy of the last one's `Context.state`."""
     latest: dict[int, BNClient] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,15 +46,16 @@ from hypothesis import HealthCheck, settings
 from torch import Tensor, nn
 
 from fedbn_flwr import BNClient, LocalGrid, Role, client_app
-from fedbn_flwr.errors import log_once
-from fedbn_flwr.experiment.ray_settings import START
+from fedbn_flwr.errors import forget_said
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.norms.roles import roles
+from fedbn_flwr.results.folder import environment
 from fedbn_flwr.results.report import write
 from tests.support.command import PATIENCE
 from tests.support.packages import clean_environment, wheel  # noqa: F401 (fixtures)
 
-os.environ[START] = str(PATIENCE)  # a node that starts slowly gets as long as other programs; Ray is imported later
+# A node that starts slowly gets as long as other programs. Ray is imported later.
+os.environ["RAY_raylet_start_wait_time_s"] = str(PATIENCE)  # noqa: SIM112
 
 # The same examples in every run, so that a failure can be reproduced. No limits of time: the machine may be busy.
 settings.register_profile(
@@ -98,10 +101,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Bit-for-bit comparisons hold for one thread; other processes use the cores too."""
+def _threads() -> Iterator[None]:
+    """Other processes use the cores too."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("FEDBN_TEST_THREADS", "1")))
     yield
     torch.set_num_threads(before)
 
@@ -143,6 +146,14 @@ def _unsynced() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _asked_once() -> Iterator[None]:
+    """Git is asked for the commit once, not twice for each run: no test changes the checkout."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "_commit", functools.cache(environment._commit))
+        yield
+
+
 @pytest.fixture
 def pictures() -> Iterator[None]:
     """The test looks at pictures of a report."""
@@ -158,12 +169,26 @@ def plots() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    """What an earlier test has logged once is logged again."""
+    forget_said()
+
+
 @pytest.fixture
 def flower_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The warnings that strategies log through Flower's logger, also those that an earlier test has logged once."""
-    log_once.cache_clear()
+    """The warnings that strategies log through Flower's logger."""
     caplog.set_level(logging.WARNING, logger="flwr")
     return caplog
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that this process asked to sleep; the clock shows them as passed at once."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
+    return slept
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.engines.metered import Traffic
+from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter

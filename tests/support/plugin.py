@@ -21,7 +21,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.exchange.carriers import Answers
 
 PROJECT = Path(__file__).resolve().parent / "plugin_project"
 PACKAGE = "pytorchexample"
@@ -44,7 +43,6 @@ class RecordingGrid(LocalGrid):
         super().__init__(*args, **options)
         self.sent: list[Sent] = []
         self.replies: list[Message] = []
-        self.exchanges = 0  # without messages
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         messages = list(messages)
@@ -55,10 +53,6 @@ class RecordingGrid(LocalGrid):
         replies = list(super().send_and_receive(messages, timeout=timeout))
         self.replies += replies
         return replies
-
-    def continue_parked(self, *asked: Any) -> Answers | None:
-        self.exchanges += 1
-        return super().continue_parked(*asked)
 
     def count(self, kind: str) -> int:
         return sum(message.kind == kind for message in self.sent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from fedbn_flwr.engines.metered import Traffic
+from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs

@@ -10,7 +10,7 @@ import time
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder, whose modules have the names of others
     sys.modules["matplotlib"] = None  # type: ignore[assignment]
-    from fedbn_flwr.cli import main
+    from fedbn_flwr.commands.cli import main
 
     if "PAUSE" in os.environ:
         from fedbn_flwr import LocalGrid

@@ -12,7 +12,7 @@ from flwr.app import ConfigRecord, Context, MetricRecord, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from fedbn_flwr.commands.common import parse_pairs
 from fedbn_flwr.errors import FedbnError, SettingsError, StorageError, UserError
 from fedbn_flwr.experiment.file.layers import from_run_config, parse_overrides, split_changes

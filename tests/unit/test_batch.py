@@ -167,7 +167,7 @@ def test_results_keep_the_order_of_the_batches_though_later_ones_are_ready_first
 
     def wait(model: nn.Module, batch: int) -> int:
         if batch == 0:
-            assert later.wait(10), "batch 1 must run while batch 0 waits"
+            assert later.wait(300), "batch 1 must run while batch 0 waits"
         else:
             later.set()
         return batch

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import yaml
 
-from fedbn_flwr.cli import parser
+from fedbn_flwr.commands.cli import parser
 from fedbn_flwr.experiment.data import shape_without_data
 from fedbn_flwr.experiment.settings import Evaluate, Settings
 from tests.support.command import ROOT

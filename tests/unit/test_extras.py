@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedbn_flwr.engines import local
-from fedbn_flwr.errors import install
+from fedbn_flwr import internals
+from fedbn_flwr.errors import MissingPackage, install
 from tests.support.command import PATIENCE, ROOT, environment, python
 from tests.support.marks import slow_except
 from tests.support.runs import write_run
@@ -25,17 +25,17 @@ import sys
 package = sys.argv[1]
 for name in [package, *(name for name in sys.modules if name.startswith(package + "."))]:
     sys.modules[name] = None
-from fedbn_flwr.cli import main
+from fedbn_flwr.commands.cli import main
 sys.exit(main(sys.argv[2:]))
 """
 
 # The commands that need a package, with its extra and what they print before they end.
 CASES = [
-    ("datasets", "data", "", ["run", "quick", "data.name=site"]),
+    ("datasets", "data", "", ["run", "quick", "data=mnist"]),
     ("matplotlib", "report", "\nclient  examples  classes", ["partition", "quick", "data.partition=iid"]),
     ("scipy", "report", "", ["report", "runs", "--baseline", "a"]),
     ("ray", "run", "", ["run", "quick", "--engine", "ray"]),
-    ("ray", "run", "", ["flwr", "run", str(ROOT)]),
+    ("ray", "run", "", ["flwr", "run", str(ROOT), "--engine", "ray"]),
     ("tensorboard", "tensorboard", "", ["run", "quick", "track=tensorboard"]),
     ("segmentation_models_pytorch", "segmentation", "", ["explain", "quick", "model=deeplabv3plus_resnet50"]),
 ]
@@ -68,7 +68,8 @@ def test_no_optional_package_is_left_out() -> None:
         for requirement in requirements
     }
     own = {"fedbn_flwr", *(re.match(r"[\w-]+", text)[0] for text in project["dependencies"])}  # type: ignore[index]
-    tested = {case[0] for case in CASES} | {"onnx", "onnxscript"}  # these in tests/unit/results/test_export.py
+    # These in tests/unit/results/test_export.py, and of deploy/monitoring.
+    tested = {case[0] for case in CASES} | {"onnx", "onnxscript", "prometheus_client"}
     assert {"ray" if name == "flwr[simulation]" else name for name in names} - own == tested
 
 
@@ -103,7 +104,7 @@ for package, owners in metadata.packages_distributions().items():
     if not any(owner.lower().replace("_", "-") in names for owner in owners):
         sys.modules[package] = None
 assert not {"ray", "flwr_datasets", "tensorboard"} - {name for name, module in sys.modules.items() if module is None}
-from fedbn_flwr.cli import main
+from fedbn_flwr.commands.cli import main
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -140,12 +141,20 @@ def test_a_run_without_matplotlib_has_a_table_and_a_page(tmp_path: Path) -> None
     assert line in again.stdout.splitlines(), again.stderr
 
 
-def test_the_local_engine_names_the_version_of_flower_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Path(local.__file__).read_text(encoding="utf-8")
-    version = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "1.38.0" if name == "flwr" else version(name))
-    advice = (
-        r"pip install 'PATH/TO/CLONE\[run\]', with the path of your clone of fedbn-flwr. Strategies and clients work"
+@pytest.mark.parametrize("name", internals._MODULES)
+def test_flower_has_the_internal_names(name: str) -> None:
+    assert getattr(internals, name) is not None
+
+
+@pytest.mark.parametrize("module", ["flwr.supercore", "flwr.supercore.moved"])
+def test_an_internal_name_that_flower_lacks_is_an_error_with_versions(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(internals._MODULES, "Run", module)  # as if it were there
+    with pytest.raises(MissingPackage) as caught:
+        from fedbn_flwr.internals import Run  # noqa: F401
+    assert re.fullmatch(
+        rf"Flower {re.escape(metadata.version('flwr'))} has no {module}\.Run \(.+\), .* tested with Flower 1\.41 to "
+        r"1\.42, strategies and clients with 1\.26 to 1\.42\. To install .*: pip install 'PATH/TO/CLONE\[run\]', .*",
+        str(caught.value),
     )
-    with pytest.raises(ImportError, match=rf"needs Flower 1\.41 and 1\.42, .*; found 1\.38\.0\. .*: {advice}"):
-        exec(compile(source, local.__file__, "exec"), {"__name__": local.__name__, "__package__": local.__package__})

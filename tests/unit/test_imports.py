@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (
     "apps",
     "fedbn_flwr.extensions.",  # each extension; `fedbn_flwr.extensions` itself, which finds them, is at the bottom
-    "fedbn_flwr.cli",
     "fedbn_flwr.commands",
     "fedbn_flwr.experiment",
     "fedbn_flwr.results",
@@ -29,13 +29,12 @@ FOLDERS = (
     "fedbn_flwr.tasks",
     "fedbn_flwr.batch",
     "fedbn_flwr.storage",
-    "fedbn_flwr.yaml_text",
-    "fedbn_flwr.text",
     "fedbn_flwr.seeding",
     "fedbn_flwr.named",
     "fedbn_flwr.cores",
     "fedbn_flwr.declared",
     "fedbn_flwr.extensions",
+    "fedbn_flwr.internals",
     "fedbn_flwr.errors",
     "fedbn_flwr.trees",
 )
@@ -54,6 +53,8 @@ FILES = {
     for file in (ROOT / top).rglob("*.py")
     if "tests" not in file.parts
 }
+# Packages in Flower's documentation. The names in their `__all__` are public, and all others are internal to Flower.
+OF_FLOWER = ("flwr.app", "flwr.client", "flwr.clientapp", "flwr.common", "flwr.serverapp", "flwr.serverapp.strategy")
 PACKAGES = {name for name, file in FILES.items() if file.name == "__init__.py"}
 
 
@@ -66,8 +67,8 @@ def resolve(name: str) -> str | None:
     return name or None
 
 
-def imports(name: str) -> set[str]:
-    """All modules of this project that a module imports, also inside functions and for type checking."""
+def imported(name: str) -> set[str]:
+    """All names that a module imports, also inside functions and for type checking."""
     package = name if name in PACKAGES else name.rpartition(".")[0]
     names: set[str] = set()
     for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
@@ -80,7 +81,12 @@ def imports(name: str) -> set[str]:
                 above = ".".join(parents[: len(parents) - node.level + 1])
                 base = f"{above}.{base}" if base else above
             names |= {f"{base}.{alias.name}" for alias in node.names}
-    return {module for target in names if (module := resolve(target)) is not None} - {name}
+    return names
+
+
+def imports(name: str) -> set[str]:
+    """The modules of this project among them."""
+    return {module for target in imported(name) if (module := resolve(target)) is not None} - {name}
 
 
 def folder(name: str) -> int:
@@ -101,6 +107,12 @@ def test_imports_are_found() -> None:
 def test_imports_run_downwards(name: str) -> None:
     upwards = {target for target in imports(name) - PUBLIC if folder(target) < folder(name)}
     assert not upwards, f"{name} imports {sorted(upwards)}, which are above it"
+
+
+@pytest.mark.parametrize("name", sorted(FILES.keys() - {"fedbn_flwr.internals"}))
+def test_internal_names_of_flower_come_from_one_module(name: str) -> None:
+    public = {f"{package}.{each}" for package in OF_FLOWER for each in importlib.import_module(package).__all__}
+    assert not {each for each in imported(name) if each.split(".")[0] == "flwr"} - public
 
 
 def test_the_list_is_the_list_of_folders() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from fedbn_flwr import named
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.results.naming import give_name
 from tests.support.command import ROOT
 
 Write = Callable[[str, str], str]
@@ -110,7 +111,7 @@ def test_a_file_of_the_folder_does_not_replace_a_module_that_is_not_asked_for(wr
     ],
 )
 def test_a_partial_has_a_name_that_others_can_load(part: functools.partial[object], name: str) -> None:
-    assert named.give_name(part) == name
+    assert give_name(part) == name
     loaded = named.load("data.name", name)
     assert isinstance(loaded, functools.partial)
     assert (loaded.func, loaded.args, loaded.keywords) == (part.func, (), part.keywords)
@@ -122,16 +123,16 @@ def power(exponent: int) -> Callable[[int], int]:
 
 def test_a_closure_has_a_name_in_this_process_alone() -> None:
     square, cube = power(2), power(3)
-    assert named.give_name(square) == named.give_name(square) != named.give_name(cube)
-    assert named.load("train.loss", named.give_name(cube))(2) == 8
+    assert give_name(square) == give_name(square) != give_name(cube)
+    assert named.load("train.loss", give_name(cube))(2) == 8
     first, other = (functools.partial(sorted, key=key) for key in (len, str))  # no literal
-    assert named.give_name(first).startswith("builtins:sorted@")
-    assert named.load("train.loss", named.give_name(other))(["10", "9"]) == ["10", "9"]
-    assert named.load("train.loss", named.give_name(first))(["10", "9"]) == ["9", "10"]
-    code = "from tests.unit.test_named import named, power; print(named.give_name(power(2)))"
+    assert give_name(first).startswith("builtins:sorted@")
+    assert named.load("train.loss", give_name(other))(["10", "9"]) == ["10", "9"]
+    assert named.load("train.loss", give_name(first))(["10", "9"]) == ["9", "10"]
+    code = "from tests.unit.test_named import give_name, power; print(give_name(power(2)))"
     other_name = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    assert other_name.partition("@")[0] == named.give_name(power(2)).partition("@")[0]
-    assert other_name.partition("-")[0] != named.give_name(power(2)).partition("-")[0]
+    assert other_name.partition("@")[0] == give_name(power(2)).partition("@")[0]
+    assert other_name.partition("-")[0] != give_name(power(2)).partition("-")[0]
     with pytest.raises(SettingsError, match="was defined inside a function and given to"):
         named.load("train.loss", other_name)
 

@@ -12,7 +12,7 @@ import measured
 import pytest
 import results
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from fedbn_flwr.commands.common import overrides_of
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.settings import Settings
@@ -31,16 +31,21 @@ class Command(NamedTuple):
 
 
 def commands(page: Path) -> Iterator[Command]:
-    for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+    """Those of the page's blocks, and one for each linked file of settings."""
+    content = page.read_text(encoding="utf-8")
+    places = ["", *(f"{name}/" for name in re.findall(r"<!-- table: sets (\w+) -->", content))]
+    for kind, text in BLOCK.findall(content):
         folder = ROOT
         for line in re.sub(r" *\\\n *", " ", text).splitlines() if kind == "bash" else ():
-            if line.startswith("cd "):
-                folder = ROOT / line.removeprefix("cd ")
-            elif line.startswith("fedbn run "):
+            where, _, line = line.rpartition(" && ")
+            folder = ROOT / where.removeprefix("cd ") if where else folder
+            if line.startswith("fedbn run "):
                 words = re.findall(r"[^\s,:]+", line.partition(" # ")[2])
-                named = (f"{place}{word}" for word in words for place in (f"{page.stem}/", ""))
+                named = (f"{place}{word}" for word in words for place in places)
                 found = tuple(each for each in named if (results.RESULTS / each / "report.json").is_file())
                 yield Command(folder, line, found)
+    for name, file in re.findall(r"\]\(([\w/.-]+)/(settings[\w-]*\.yaml)\)", content):
+        yield Command(results.RESULTS / name, f"fedbn run {file}", (name,))
 
 
 COMMANDS = [command for page in sorted(results.RESULTS.glob("*.md")) for command in commands(page)]

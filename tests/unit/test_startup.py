@@ -32,7 +32,7 @@ def look(event, arguments):
             print(*sorted(set(sys.modules)), "", *sorted(libraries), sep="\\n", file=file)
 
 sys.addaudithook(look)
-from fedbn_flwr.cli import main
+from fedbn_flwr.commands.cli import main
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.errors import StorageError
+from fedbn_flwr import run
+from fedbn_flwr.errors import StorageError, UserError
 from fedbn_flwr.storage import _seal, read_store, replacing, write_store
 
 fork = multiprocessing.get_context("fork")
@@ -82,6 +83,9 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         read_store(tmp_path / "none")
     with pytest.raises(StorageError, match="none/s' cannot be written: No such file"):
         write_store(tmp_path / "none" / "s", [])
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/s/.*' cannot be read: Not a directory"):
+        run("quick", out=tmp_path / "file" / "s", progress=False)
 
 
 def test_an_error_while_writing_leaves_the_file_as_it_was(tmp_path: Path) -> None:
@@ -153,10 +157,23 @@ def test_a_crash_at_any_step_leaves_a_whole_store(tmp_path: Path) -> None:
     assert found.count(2) >= 3, "the folder is flushed after the rename"
 
 
-def test_only_the_owner_can_read_a_store(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_a_store_and_the_files_of_a_run(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         write_store(tmp_path / "s", [("a", b"1")])
+        run(
+            "quick",
+            strategy="FedAvg",
+            rounds=1,
+            train={"steps": 1},
+            engine={"workers": 0},
+            out=tmp_path / "runs",
+            progress=False,
+        )
     finally:
         os.umask(before)
-    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    folder = modes.pop("runs"), modes.pop("FedAvg")
+    assert folder[1] == 0o700  # what trackers write
+    assert modes == dict.fromkeys(modes, 0o600)
+    assert {"s", "report.md", "clients.jsonl", "history.jsonl", "checkpoint", "model.json"} <= modes.keys()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError, nearest
 from fedbn_flwr.named import path_of
+from fedbn_flwr.results.yaml_text import parse_yaml
 from fedbn_flwr.trees import Draft, Tree, flat_settings
-from fedbn_flwr.yaml_text import parse_yaml
 
 KEYS_OF_A_FILE = {  # in addition to the keys of a run
     "description": "one line",

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean
-from fedbn_flwr.text import in_words, shorten
+from fedbn_flwr.results.text import in_words, shorten
 from fedbn_flwr.trees import Draft, Tree, flat_settings
 
 from ..settings import PAPER, Cell

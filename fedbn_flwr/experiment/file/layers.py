@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean, locate_errors
-from fedbn_flwr.text import shorten
+from fedbn_flwr.named import path_of
+from fedbn_flwr.results.text import shorten
+from fedbn_flwr.results.yaml_text import parse_yaml
 from fedbn_flwr.trees import Draft, Tree, flat_settings
-from fedbn_flwr.yaml_text import parse_yaml
 
 from ..registry import personalises
 from ..settings import (
@@ -75,6 +78,10 @@ def read_experiment(content: object, overrides: Tree = MappingProxyType({}), *, 
                 raise SettingsError(f"{name}: more than {MOST:,} runs; shorten the lists of sweep and tune, or seeds")
     if overrides or size != PAPER:
         _check_different(runs, name)
+    if not all(run.rounds for run in runs):
+        asked = [(run.label, each) for run in runs for each in _without_training(run)]
+        origins |= {each.label: origins[label] for label, each in asked}
+        runs = _once([each for _, each in asked], name)
     return Experiment(runs[0].name, tuple(runs), str(file.get("description", "")), is_seeded, origins)
 
 
@@ -156,8 +163,10 @@ def _for_each_seed(settings: Draft) -> list[Settings]:
     if seeds is not None and not (isinstance(seeds, list) and seeds and {*map(type, seeds)} == {int}):
         raise SettingsError(f"seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
     if seeds is None and settings.get("seed") is None:
-        test = check_settings({**settings, "seed": 0}).data.held_out
-        seeds = range(test.folds) if test and test.folds and test.split is None else [0]
+        first = check_settings({**settings, "seed": 0})
+        if (test := first.data.held_out) is None or not test.folds or test.split is not None:
+            return [first]
+        seeds = range(test.folds)
     return [check_settings({**settings, "seed": seed}) for seed in seeds or [settings["seed"]]]
 
 
@@ -200,6 +209,44 @@ def _check_different(runs: Sequence[Settings], name: str) -> None:
             raise SettingsError(
                 f"{name}: the overrides make the runs {other!r} and {run.label!r} equal; select one with only=LABEL"
             )
+
+
+# --- runs without rounds -----------------------------------------------------
+
+# What decides how clients answer without training: runs that differ in nothing else ask the same.
+_ASKED: Any = {
+    **dict.fromkeys(("name", "rounds", "clients", "seed", "data", "model", "engine", "track", "size"), True),
+    "train": {"loss", "channels_last"},
+    "evaluate": {"server", "clients", "domains", "statistics", "metrics", "validation", "batch_size", "survey"},
+}
+
+
+def _without_training(run: Settings) -> list[Settings]:
+    """A run for each model of `evaluate.models`, or for the initial one; a run that trains as it is."""
+    return [run] if run.rounds else [_given(run, file) for file in run.evaluate.models or (run.model.weights or "",)]
+
+
+def _given(run: Settings, file: str) -> Settings:
+    """The run in which the clients get the model in this file, or in this run folder, and no strategy takes part."""
+    weights = os.path.join(file, "model.safetensors") if file and path_of(file).is_dir() else file
+    label = "survey" if run.evaluate.survey else file or "the initial model"
+    clients = "own" if run.evaluate.clients is None else run.evaluate.clients
+    own: Draft = {"label": label, "model": {"weights": weights or None}, "evaluate": {"clients": clients}}
+    if run.evaluate.survey:  # the statistics of layers are means over training batches
+        own["train"] = {"batch_size": run.train.batch_size}
+    return check_settings(merge(run.model_dump(mode="json", include=_ASKED), {**own, "cell": {"row": label}}))
+
+
+def _once(runs: Sequence[Settings], name: str) -> list[Settings]:
+    """The runs without those that ask what another one asks."""
+    found: dict[str, Settings] = {}
+    for run in runs:
+        if found.setdefault(run.label if not run.rounds else run.model_dump_json(), run) != run:
+            raise SettingsError(
+                f"{name}: rounds is 0, and the runs differ in their data or network; choose one by only=LABEL and "
+                "seed=NUMBER"
+            )
+    return list(found.values())
 
 
 # --- origins ------------------------------------------------------------------
@@ -245,7 +292,10 @@ def parse_overrides(words: Sequence[str]) -> Tree:
     def parsed(key: str, value: str) -> object:
         # A label is selected as written, even one such as `yes` or `A #2`.
         is_label = key == "only" and not value.startswith(("[", '"', "'"))
-        return value if is_label else parse_yaml(value, shorten(key, 200))
+        found = value if is_label else parse_yaml(value, shorten(key, 200))
+        if isinstance(found, Mapping) and (joined := [word for word in found if ":" in word and found[word] is None]):
+            raise SettingsError(f"{key}={value}: YAML wants a blank after a colon: {joined[0].replace(':', ': ', 1)}")
+        return found
 
     pairs = (word.split("=", 1) for word in words)
     return nested((key, parsed(key, value)) for key, value in pairs)

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from fedbn_flwr.errors import LOG
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.reply import read_reply, sender_of
 from fedbn_flwr.norms.distances import EPS, Statistics, distances, rms, statistics_in
 from fedbn_flwr.norms.roles import Role
 
@@ -46,11 +45,7 @@ class Dynamics(Listener):
     def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         if before := self._before:
             self._before = now = statistics_in(unpack(finished.arrays))
-            records = running.prepared.rule.traits.records
-            found = {
-                str(sender_of(reply)): statistics_in(read_reply(reply, records=records).arrays)
-                for reply in sorted(finished.replies, key=sender_of)
-            }
+            found = {str(client): statistics_in(reply.arrays) for client, reply in sorted(finished.replies.items())}
             for key, own in found.items():
                 self._windows.setdefault(key, Window(own)).add(own)
             if finished.is_evaluated:
@@ -61,7 +56,7 @@ class Dynamics(Listener):
                 line = {"round": finished.number, "layers": by_layer(before, now, DRIFT), "clients": clients}
                 running.folder.add_line("norms.jsonl", line)
                 self._windows, self._is_whole = {}, True
-        return replace(finished, replies=())
+        return replace(finished, replies={})
 
 
 def by_layer(found: Statistics, overall: Statistics, names: Sequence[str]) -> dict[str, dict[str, float]]:

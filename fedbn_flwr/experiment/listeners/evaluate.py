@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.client import evaluation
@@ -21,18 +21,22 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import metrics_in, unpack
-from fedbn_flwr.messages.reply import sender_of
+from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.protocol import Config
+from fedbn_flwr.messages.quote import shown
+from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.clients import by_metric, spread
 from fedbn_flwr.results.metric_key import CLIENTS, MetricKey
+from fedbn_flwr.results.units import in_units
 from fedbn_flwr.strategies import evaluation_round
-from fedbn_flwr.tasks import goodness
-from fedbn_flwr.trees import Draft, Json
+from fedbn_flwr.tasks import goodness, impossible
+from fedbn_flwr.trees import Draft, Tree
 
 from ..data import rows_by_domain
 from ..parts import Parts, plain_loss
+from .dynamics import Dynamics
 from .listener import FinishedRound, Listener, Running
 
 ByClient = dict[int, dict[str, float]]  # metrics by the number of the client
@@ -42,6 +46,8 @@ _IDENTIFIERS = (protocol.PARTITION, protocol.BATCH_EXAMPLES)
 
 class Evaluate(Listener):
     """On a CPU, `threads` evaluate a batch each at the same time; results do not depend on their number."""
+
+    after = (Dynamics,)  # which frees the memory of the replies
 
     def __init__(self, prepared: Parts, threads: int = 1) -> None:
         run = prepared.run
@@ -73,16 +79,19 @@ class Evaluate(Listener):
             round = evaluation_round(self.rule, finished.number, finished.arrays, config, running.grid)
             model = self.rule.global_model(round)
         if self.rule.traits.has_global_model and (dataset := self.prepared.dataset) is not None:
-            line |= self._on_server(dataset, model, queried=bool(set(model) - set(finished.arrays)))
+            line |= self._on_server(running, dataset, model, queried=bool(set(model) - set(finished.arrays)))
         else:
             means = {key: line.get(str(MetricKey(key, CLIENTS))) for key in ("loss", *self.names)}
             line |= {key: value for key, value in means.items() if value is not None}
         return finished.with_metrics(line, clients, model=model)
 
-    def _on_server(self, dataset: DataSet, model: ArrayRecord, *, queried: bool) -> Draft:
+    def _on_server(self, running: Running, dataset: DataSet, model: ArrayRecord, *, queried: bool) -> Draft:
         """Metrics on all test examples, on each domain, and on held-out examples unless clients report them."""
-        run, normalise = self.prepared.run, self.prepared.normalise
-        batches = functools.partial(TestBatches, normalise=normalise, batch_size=run.evaluate.batch_size)
+        run, agreed = self.prepared.run, running.agreed
+        self.units = self.prepared.units(agreed)
+        batches = functools.partial(
+            TestBatches, normalise=self.prepared.normalise(agreed), batch_size=run.evaluate.batch_size
+        )
         torch.set_num_threads(run.engine.threads)  # the last bits can depend on it
         test = batches(dataset.test)
         used = self._load(model, test, queried)
@@ -106,12 +115,15 @@ class Evaluate(Listener):
         asked = {protocol.OWN_TESTS: True} if self.only_own else {}
         config = ConfigRecord({**running.config, **asked})
         messages = self.rule.configure_evaluate(finished.number, finished.arrays, config, running.grid)
+        self.rule.base.evaluation.impossible = self._impossible
+        if not running.run.rounds:  # the evaluation is all that the run is for
+            self.rule.base.evaluation.needed = running.run.clients
         replies = running.grid.send_and_receive(messages, timeout=running.run.engine.timeout)
         if not replies:
             return {}, {}
         metrics = self.rule.aggregate_evaluate(finished.number, replies)
-        used = self.rule.base.evaluation.used
-        values = values_of((reply for reply in replies if reply.metadata.src_node_id in used), "test_examples")
+        answers = self.rule.base.evaluation.answers()
+        values = {client: values_in(reply.metrics, "test_examples") for client, reply in answers.items()}
         means = {history_name(key): value for key, value in (metrics or {}).items() if not isinstance(value, list)}
         overall = {**means, **own_means(values), **spreads(values)}
         held_out = validation_means(values, self.prepared.task.main)
@@ -120,6 +132,15 @@ class Evaluate(Listener):
             overall = _of_own(overall)
         shown = {name: value for name, value in overall.items() if MetricKey.parse(name).whose != "validation"}
         return values, {str(MetricKey(name, CLIENTS)): value for name, value in shown.items()} | held_out
+
+    def _impossible(self, reply: Reply) -> str | None:
+        """Why a client of an experiment cannot have measured this, or None."""
+        values = {MetricKey.parse(key): value for key, value in values_in(reply.metrics, "test_examples").items()}
+        examples, main = values.get(MetricKey("examples", "own"), 0), self.prepared.task.main
+        lacks = examples and MetricKey(main, "own") not in values and not self.prepared.run.rounds
+        if examples % 1 or lacks:
+            return f"it has {examples:g} test examples and reports {shown([*reply.metrics])}; expected {main} too"
+        return next(filter(None, (impossible(key.name, value) for key, value in values.items())), None)
 
     def _load(self, arrays: ArrayRecord, examples: TestBatches, queried: bool) -> str:
         """Load the global model to evaluate it on `examples`; returns the statistics that its batch norms use."""
@@ -137,7 +158,7 @@ class Evaluate(Listener):
 
     def _measure(self, examples: TestBatches) -> Draft:
         prepared = self.prepared
-        with evaluation.in_units(prepared.model, prepared.units):
+        with in_units(prepared.model, self.units):
             measured = evaluation.evaluate(
                 prepared.model,
                 examples,
@@ -157,7 +178,7 @@ class Peak:
         self.key, self.least = key, least
         self.best, self.round = -math.inf, 0
 
-    def rises(self, line: Json) -> bool:
+    def rises(self, line: Tree) -> bool:
         """Whether the round of this line is the best so far; a round that was not measured is not."""
         found = goodness(self.key.name, line.get(str(self.key), math.nan))
         if is_better := found > self.best + self.least:
@@ -171,7 +192,9 @@ class Choose(Listener):
     Both follow from the history alone, so a resumed run chooses the same round, and ends after the same one.
     """
 
-    def __init__(self, prepared: Parts, lines: Iterable[Json]) -> None:
+    after = (Evaluate,)
+
+    def __init__(self, prepared: Parts, lines: Iterable[Tree]) -> None:
         """`lines` are those of the history so far."""
         self.run, main = prepared.run, prepared.task.main
         options, validation = self.run.evaluate, MetricKey(main, "validation")
@@ -188,7 +211,7 @@ class Choose(Listener):
         why = self.ended(finished.number) if finished.is_evaluated else ""
         return replace(finished, stopped=why, is_last=finished.is_last or bool(why))
 
-    def _is_best(self, line: Json) -> bool:
+    def _is_best(self, line: Tree) -> bool:
         self.latest.rises(line)
         return bool(self.run.evaluate.validation) and self.best.rises(line)
 
@@ -210,16 +233,11 @@ def history_name(key: str) -> str:
     return str(MetricKey.of_message(key))
 
 
-def values_of(replies: Iterable[Message], examples: str, named: Callable[[str], str] = history_name) -> ByClient:
-    """The numbers in the metrics of each reply, under the names of `clients.jsonl`; num-examples is `examples`."""
-    found: ByClient = {}
-    for reply in replies:
-        for metrics in metrics_in(reply.content).values() if reply.has_content() else ():
-            numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-            count = {examples: numbers.pop(protocol.NUM_EXAMPLES)} if protocol.NUM_EXAMPLES in numbers else {}
-            numbers = {key: value for key, value in numbers.items() if key not in _IDENTIFIERS}
-            found.setdefault(sender_of(reply), {}).update({**renamed(numbers, named), **count})
-    return found
+def values_in(metrics: Config, examples: str, named: Callable[[str], str] = history_name) -> dict[str, float]:
+    """The numbers in the metrics of a reply, under the names of `clients.jsonl`; num-examples is `examples`."""
+    numbers = {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+    count = {examples: numbers.pop(protocol.NUM_EXAMPLES)} if protocol.NUM_EXAMPLES in numbers else {}
+    return {**renamed({key: numbers[key] for key in numbers if key not in _IDENTIFIERS}, named), **count}
 
 
 def renamed(metrics: Mapping[str, float], named: Callable[[str], str]) -> dict[str, float]:
@@ -244,13 +262,12 @@ def validation_means(clients: ByClient, main: str) -> dict[str, float]:
     """Validation loss and main metric over the examples that all clients hold out; empty if none reports any."""
     examples, *names = (str(MetricKey(name, "validation")) for name in dict.fromkeys(("examples", "loss", main)))
     held = by_metric({client: own for client, own in clients.items() if own.get(examples) and own.keys() >= {*names}})
-    return {name: mean_by_examples(held[name], held[examples]) for name in names if held}
-
-
-def mean_by_examples(values: Mapping[int, float], examples: Mapping[int, float]) -> float:
-    """The mean of a metric over clients, weighted by their numbers of examples."""
-    total = math.fsum(examples[client] for client in values)
-    return math.fsum(value * examples[client] for client, value in values.items()) / total
+    total = math.fsum(held[examples].values()) if held else 0.0
+    return {
+        name: math.fsum(value * held[examples][client] for client, value in held[name].items()) / total
+        for name in names
+        if held
+    }
 
 
 def spreads(clients: ByClient) -> dict[str, float]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
+from fedbn_flwr.data import Moments
 from fedbn_flwr.data.dataset import Schema
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Config
+from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.results.folder.writer import RunFolder
+from fedbn_flwr.server.poll import Poll, Roster
 from fedbn_flwr.trees import Tree
 
 from ..parts import Parts
@@ -29,6 +33,11 @@ class Federation:
     columns: Mapping[int, Schema] = field(default_factory=dict)  # by client, of its own data
     unseen: Mapping[int, int] = field(default_factory=dict)  # the nodes of the clients that never train, by client
 
+    @property
+    def schema(self) -> Schema:
+        """On which the sites with data of their own agree."""
+        return self.columns[min(self.columns)] if self.columns else {}
+
 
 @dataclass(frozen=True)
 class Running:
@@ -39,6 +48,7 @@ class Running:
     folder: RunFolder
     identity: Config  # the config keys that name the run to its clients
     federation: Federation = Federation()  # empty until the nodes have answered
+    agreed: Moments | None = None  # the moments of all sites' inputs and targets, once the sites have agreed on them
 
     @property
     def run(self) -> Settings:
@@ -47,8 +57,33 @@ class Running:
     @property
     def config(self) -> Config:
         """The config that the messages of all rounds share: the run, and the moments on which the sites agreed."""
-        moments = map(list, self.prepared.agreed or ())
+        moments = map(list, self.agreed or ())
         return {**self.identity, **dict(zip((protocol.MEANS, protocol.DEVIATIONS), moments, strict=False))}
+
+    def ask(
+        self,
+        what: str,
+        kind: str,
+        problem: Callable[[Reply], str | None],
+        arrays: ArrayRecord | None = None,
+        config: Config = MappingProxyType({}),
+        *,
+        records: Collection[str] | None = None,
+        nodes: Mapping[int, int] | None = None,
+    ) -> dict[int, Reply]:
+        """The clients' answers to a question outside of training, without those that have a problem.
+
+        All clients must answer: otherwise RunFailed names the others, as the log does. Of `nodes`, some of them by
+        client, none must. `what` names the question in messages, and `records` is passed to `read_reply`.
+        """
+        asked = self.federation.nodes if nodes is None else nodes
+        roster = Roster({node: client for client, node in self.federation.nodes.items()})
+        poll = Poll(roster, [*asked.values()], len(asked) if nodes is None else 0)
+        content = RecordDict({} if arrays is None else {self.prepared.rule.base.arrayrecord_key: arrays})
+        content["config"] = ConfigRecord({**self.config, **config})
+        questions = [Message(content, node, kind) for node in asked.values()]
+        poll.ask(self.grid, what, questions, self.run.engine.timeout, problem, records=records)
+        return poll.answers()
 
 
 @dataclass(frozen=True)
@@ -61,7 +96,7 @@ class FinishedRound:
     is_evaluated: bool = False
     is_last: bool = False
     trained: Mapping[int, int] = field(default_factory=dict)  # client -> the last round in which it trained
-    replies: Sequence[Message] = ()  # to the messages of this round, where a listener reads them
+    replies: Mapping[int, Reply] = field(default_factory=dict)  # that are used, by client, where a listener reads them
     line: Tree = field(default_factory=dict)  # in the history
     clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
     is_best: bool = False  # the best one so far, by validation
@@ -91,6 +126,8 @@ class FinishedRound:
 
 class Listener:
     """Hooks that are called during a run; by default they do nothing."""
+
+    after: tuple[type[Listener], ...] = ()  # the listeners whose results it reads
 
     def on_start(self, running: Running, finished: FinishedRound) -> None:
         """Before the first round, or the first one after resuming."""

@@ -1,7 +1,7 @@
-"""Shows the progress of runs, within a round too, and stops them on Ctrl-C.
+"""Shows how far runs are, and stops them on Ctrl-C.
 
-On a terminal: a bar of all rounds, and one of each run with what it does. Elsewhere, in a notebook too: a line at most
-every five seconds.
+Each run that ends has a line. On a terminal, live lines below show all runs together and each one that trains.
+Elsewhere, in a notebook too, a line says how far all runs are whenever nothing was printed for a minute.
 
 Ctrl-C, SIGTERM and SIGHUP stop the runs after their current round, with a checkpoint, so that no work is lost. The
 second one stops them immediately; a resumed run then repeats the rounds after the last checkpoint.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
 import signal
 import sys
@@ -22,74 +21,69 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Task, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Column
 
+from fedbn_flwr.errors import LOG
+from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
-from fedbn_flwr.text import duration
-from fedbn_flwr.trees import Tree
+from fedbn_flwr.trees import Draft, Tree
 
+from .evaluate import Choose, Evaluate
 from .listener import FinishedRound, Listener, Running
+from .unseen import Unseen
 
-_LINES, _DRAWN = 5.0, 0.2  # seconds between lines, and between reports of a run
-_BAR = 12  # characters
+_SILENCE = 60.0  # seconds without a line
+_TITLE, _BAR = 32, 10  # characters
 
 
 @dataclass(frozen=True)
 class News:
-    """What a run reports: the rounds that are finished, or an event."""
+    """How far a run is."""
 
-    round: int = 0
-    metrics: str = ""  # of that round
-    within: str = ""  # how far the next round is
-    event: str = ""  # to be shown as a line
+    round: int = 0  # finished
+    here: int = 0  # rounds that this session finished
+    words: str = "starting"  # then the last metrics
 
 
 class Reporter(Listener):
     """Sends the news of a run, perhaps from another process, and stops the run if `stop_asked`."""
+
+    after = (Evaluate, Unseen, Choose)
 
     def __init__(
         self, send: Callable[[News], None] = lambda news: None, stop_asked: Callable[[], bool] = lambda: False
     ) -> None:
         self.send = send
         self._stop_asked = stop_asked
-        self._latest = News()
-        self._sent = 0.0
+        self._here, self._line = 0, Draft()
 
     def on_start(self, running: Running, finished: FinishedRound) -> None:
-        self._latest = News(finished.number)
-        self.message(
-            in_rounds(running.run.rounds) + (f", continuing after round {finished.number}" if finished.number else "")
-        )
-
-    def report(self, what: str, done: int, total: int) -> None:
-        """Report how far the current round is."""
-        if time.monotonic() - self._sent > _DRAWN:
-            self._sent = time.monotonic()
-            self.send(replace(self._latest, within=f"{what}: {done} of {total}"))
+        self.send(News(finished.number))
 
     def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
-        self._latest = News(finished.number, metrics_in_words(finished.line, running.prepared.task.main))
-        self.send(self._latest)
-        for note in running.prepared.rule.notes().values() if finished.is_last else ():
-            if isinstance(note, Mapping) and "in_words" in note:
-                self.message(note["in_words"])
-        if finished.stopped:
-            self.message(finished.stopped)
+        self._here += 1
+        self._line |= finished.line  # not every round is evaluated
+        notes = running.prepared.rule.notes().values() if finished.is_last else ()
+        remarks = [str(note["in_words"]) for note in notes if isinstance(note, Mapping) and "in_words" in note]
+        metrics = metrics_in_words(self._line, running.prepared.task.main)
+        words = "; ".join(filter(None, (metrics, *remarks, finished.stopped)))
+        self.send(News(finished.number, self._here, words))
         return replace(finished, stop=KeyboardInterrupt() if self._stop_asked() else None)
-
-    def message(self, text: str) -> None:
-        self.send(replace(self._latest, event=text))
 
 
 class Progress:
-    """The progress of an experiment's runs, by their places in it; `rounds` has the number of rounds of each."""
+    """The progress of an experiment's runs, by their places in it.
+
+    `rounds` has the number of rounds of each, and `clients` how many clients train in a round, by which its time goes.
+    """
 
     def __init__(
         self,
         labels: Sequence[str],
         rounds: Sequence[int],
+        clients: Sequence[int] = (),
         *,
         plain: bool = False,
         quiet: bool = False,
@@ -97,24 +91,24 @@ class Progress:
         console = Console(highlight=False)
         self._draws = console.is_terminal and not (plain or quiet)
         self._quiet = quiet
-        self._labels, self._rounds = labels, rounds
         self._bars = Bars(
-            TextColumn("{task.description}", markup=False),
+            TextColumn("{task.description}", markup=False, table_column=Column(max_width=_TITLE, no_wrap=True)),
             BarColumn(_BAR),
-            TextColumn("{task.completed:g}/{task.total:g}"),
-            TimeRemainingColumn(),
+            TimeElapsedColumn(),
             TextColumn("{task.fields[text]}", markup=False, table_column=Column(ratio=1, no_wrap=True)),
-            expand=True,  # in a narrow terminal the last column is cut, not the others
+            expand=True,  # in a narrow terminal the last column is cut first
             console=console,
             transient=True,
             refresh_per_second=4,
             disable=not self._draws,
             get_time=time.monotonic,
-            speed_estimate_period=math.inf,
         )
-        self._all = self._bars.add_task("all runs", total=sum(rounds), text="")
-        self._tasks: dict[int, TaskID] = {}  # of the runs that have begun, by place
-        self._printed = time.monotonic()
+        self._all = self._bars.add_task("all runs", text="")
+        for place, label in enumerate(labels):
+            about: Draft = {"clients": clients[place] if clients else 1, "news": News(), "text": ""}
+            title = f"[{place + 1}/{len(labels)}] {label}"
+            self._bars.add_task(title, start=False, total=rounds[place], visible=False, **about)
+        self._began, self._printed = 0.0, time.monotonic()
         self._stack = ExitStack()
         self.stop_asked = False
 
@@ -127,7 +121,7 @@ class Progress:
             if (before := signal.getsignal(number)) is signal.SIG_DFL or before is signal.default_int_handler:
                 self._stack.callback(signal.signal, number, signal.signal(number, self._interrupt))
         self._stack.enter_context(self._bars)
-        for log in logging.getLogger("flwr").handlers if self._draws else ():  # its lines are printed above the bars
+        for log in LOG.handlers if self._draws else ():  # its lines are printed above the bars
             if isinstance(log, logging.StreamHandler):
                 self._stack.callback(log.setStream, log.setStream(sys.stderr))
         return self
@@ -136,7 +130,7 @@ class Progress:
         self._stack.close()
 
     def _interrupt(self, number: int, frame: object) -> None:
-        at_once = self.stop_asked or not self._tasks
+        at_once = self.stop_asked or not self._began
         self.stop_asked = True  # compiled code can swallow the exception (pydantic does): the run then ends by this
         if at_once:
             raise KeyboardInterrupt
@@ -149,42 +143,45 @@ class Progress:
         """Say what happens before the first run or after the last one, where the text can be drawn over."""
         self._bars.update(self._all, text=text, refresh=True)
 
-    def skip(self, places: Sequence[int], diverged: Collection[int]) -> None:
-        """Count runs that have ended before, some of which diverged."""
-        self._bars.update(self._all, advance=sum(self._rounds[place] for place in places))
+    def skip(self, places: Collection[int], diverged: Collection[int]) -> None:
+        """Leave out runs that have ended before, some of which diverged."""
         if finished := len(places) - len(diverged):
-            self.message(f"{finished} of {len(self._labels)} runs are finished already")
-        for place in sorted(diverged):
-            self.message(f"{self._labels[place]} diverged before and would again; delete its folder to repeat it")
+            self.message(f"{finished} of {len(self._bars.tasks) - 1} runs are finished already")
+        for place in sorted(places):
+            self._bars.update(self._task(place).id, total=0)
+            if place in diverged:
+                self._say(place, "diverged before and would again; delete its folder to repeat it")
 
     def begin(self, place: int) -> Reporter:
         """Show that a run begins; its news may come from another process."""
-        title, total = f"[{place + 1}/{len(self._labels)}] {self._labels[place]}", self._rounds[place]
-        self._tasks[place] = self._bars.add_task(title, total=total, text="starting", metrics="")
-        self.status("")
+        self._began = self._began or time.monotonic()
+        self._bars.start_task(self._task(place).id)
+        self._bars.update(self._task(place).id, visible=True)
+        self.news(place, News())
         return Reporter(functools.partial(self.news, place), lambda: self.stop_asked)
 
     def news(self, place: int, news: News) -> None:
-        task, now = self._bars.tasks[self._tasks[place]], time.monotonic()
-        self._bars.update(self._all, advance=news.round - task.completed)
-        self._bars.update(task.id, completed=news.round, text=news.within or news.metrics, metrics=news.metrics)
-        if news.event:
-            self.message(f"{task.description}: {news.event}")
-        elif not self._draws and now - self._printed >= _LINES:
-            self._printed = now
-            left = self._bars.tasks[self._all].time_remaining
-            text = f"round {news.round + bool(news.within)}/{task.total:g}  {news.within or news.metrics}"
-            self.message(f"{task.description}: {text}" + (f"  about {duration(left)} left" if left else ""))
+        task = self._task(place)
+        self._bars.update(task.id, completed=news.round, news=news, text=f"{news.round}/{task.total:g}  {news.words}")
+        runs = [(run.fields["clients"], run.fields["news"].here, run.remaining or 0) for run in self._bars.tasks[1:]]
+        made, left = (sum(run[0] * run[column] for run in runs) for column in (1, 2))
+        seconds = (time.monotonic() - self._began) * left / max(made, 1)
+        text = f"{100 * made / max(made + left, 1):.0f} %"
+        text += f", about {duration(seconds)} left" if 20 * made > left > 0 else ""
+        self._bars.update(self._all, completed=made, total=made + left, text=text)
+        if left and not self._draws and time.monotonic() - self._printed > _SILENCE:
+            self.message(f"all runs: {text}")
 
     def end(self, place: int, problem: str = "") -> None:
         """Show that a run is finished, or why it ended."""
-        task = self._bars.tasks[self._tasks[place]]
-        took = f"{in_rounds(int(task.completed))} in {duration(task.elapsed or 0.0)}  {task.fields['metrics']}".rstrip()
-        self.message(f"{task.description}: {problem or took}")
-        self._bars.update(self._all, advance=task.remaining)
-        self._bars.update(task.id, visible=False)
+        task, news = self._task(place), self._task(place).fields["news"]
+        part = f", the last {news.here}" if news.here < news.round else ""
+        took = f"{in_rounds(news.round)}{part} in {duration(task.elapsed or 0.0)}  {news.words}".rstrip()
+        self._say(place, problem or took)
+        self._bars.update(task.id, total=task.completed, visible=False)
 
     def message(self, text: str) -> None:
+        self._printed = time.monotonic()
         if self._draws:
             self._bars.console.print(text, markup=False, soft_wrap=True)
         elif not self._quiet:
@@ -194,12 +191,18 @@ class Progress:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 self._quiet = True
 
+    def _say(self, place: int, text: str) -> None:
+        self.message(f"{self._task(place).description}: {text}")
+
+    def _task(self, place: int) -> Task:
+        return self._bars.tasks[1 + place]
+
 
 def in_rounds(rounds: int) -> str:
     return f"{rounds} round" if rounds == 1 else f"{rounds} rounds"
 
 
 def metrics_in_words(line: Tree, main: str) -> str:
-    """The main metric and the losses of a round, from its line in the history."""
-    keys = [key for key in dict.fromkeys((main, "loss", "train_loss")) if isinstance(line.get(key), float)]
+    """The main metric and the training loss of a round, from its line in the history."""
+    keys = [key for key in dict.fromkeys((main, "train_loss")) if isinstance(line.get(key), float)]
     return "  ".join(f"{title_of(key)} {line[key]:.4f}" for key in keys)

@@ -23,10 +23,15 @@ from fedbn_flwr.tasks import CLASSIFICATION
 
 from ..parts import Parts
 from ..settings import PAPER, Settings, strategy_name
+from .evaluate import Choose, Evaluate
 from .listener import FinishedRound, Listener, Running
+from .progress import Reporter
+from .unseen import Unseen
 
 
 class History(Listener):
+    after = (Evaluate, Unseen, Choose, Reporter)
+
     def on_start(self, running: Running, finished: FinishedRound) -> None:
         self.mark = time.monotonic()
         self.summary = begin_summary(running.prepared)
@@ -38,12 +43,9 @@ class History(Listener):
         running.folder.write_summary(self.summary)
 
     def on_messages(self, running: Running) -> None:
-        self.summary.own_data_sites = running.federation.sites or None
-        rule = running.prepared.rule
-        if promises := promises_of(rule):
+        if promises := promises_of(running.prepared.rule):
             running.folder.write_promises(promises)
-            self.summary.notes = dict(rule.notes())  # in case this process is killed
-            running.folder.write_summary(self.summary)
+            self._write(running)  # in case this process is killed
 
     def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         now = time.monotonic()
@@ -55,9 +57,13 @@ class History(Listener):
         running.folder.add_line("clients.jsonl", clients)
         self.summary.account(finished.line)
         self.summary.stopped = finished.stopped or None
+        self._write(running)
+        return finished
+
+    def _write(self, running: Running) -> None:
+        self.summary.own_data_sites = running.federation.sites or None
         self.summary.notes = dict(running.prepared.rule.notes())
         running.folder.write_summary(self.summary)
-        return finished
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
         if error is None:
@@ -100,6 +106,8 @@ def begin_summary(prepared: Parts) -> Summary:
 
 
 class Saving(Listener):
+    after = (Reporter, History)  # whether the run stops, and the digest of the rounds
+
     latest: tuple[Snapshot, ArrayRecord] | None = None  # of the last round, with the model, until they are written
     best: tuple[ArrayRecord, int] | None = None  # model and number of the best round, until it is in the run folder
 
@@ -155,6 +163,8 @@ class Saving(Listener):
 
     def _write(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
         self._write_models(running, snapshot, model)
+        if not snapshot.round:  # nothing to continue
+            return
         contexts = running.grid.contexts() or {}
         running.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
         return_freed_memory()  # of the files' content, to make room for the replies of the next round

@@ -24,6 +24,7 @@ from fedbn_flwr.trees import Tree, flat_settings
 
 from ..settings import name_in, options_in, tracker_of
 from .listener import FinishedRound, Listener, Running
+from .recording import History, Saving
 
 LAST_METRICS = 30  # seconds that a run waits for its tracker at the end
 
@@ -41,6 +42,8 @@ class TrackedRun:
 
 
 class Track(Listener):
+    after = (History, Saving)  # the line and the summary of a round
+
     def __init__(self, part: str | Tree, folder: RunFolder) -> None:
         self.part, self.folder = part, folder
         self._calls: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()

@@ -12,20 +12,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, MessageType
 
 from fedbn_flwr.client.evaluation import name_of
-from fedbn_flwr.errors import LOG, SettingsError
+from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import record_of
-from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.messages.reply import reason_of
+from fedbn_flwr.messages.reply import number_problem
 from fedbn_flwr.norms.roles import split
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.strategies import evaluation_round
 
 from ..settings import Settings
-from .evaluate import ByClient, values_of
+from .evaluate import ByClient, Evaluate, values_in
 from .listener import FinishedRound, Listener, Running
 
 
@@ -38,6 +37,8 @@ def unseen_nodes(run: Settings, nodes: Mapping[int, int]) -> dict[int, int]:
 
 class Unseen(Listener):
     """Adds each newcomer's metrics on its own test examples, and their means over the newcomers."""
+
+    after = (Evaluate,)
 
     def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         for way in running.run.evaluate.unseen.statistics if finished.is_evaluated else ():
@@ -63,22 +64,19 @@ class Unseen(Listener):
         if way == "own" and kept:
             arrays = record_of(split(arrays, prepared.rule.traits.local_keys(arrays))[1])
             config[protocol.KEPT] = protocol.join(kept)
-        replies = evaluated_by(running, running.federation.unseen.values(), arrays, config)
-        clients = {node: client for client, node in running.federation.unseen.items()}
-        for reply in replies:
-            if reply.has_error():
-                client = clients[reply.metadata.src_node_id]
-                LOG.warning("round %d: client %d as a newcomer: %s", finished.number, client, reason_of(reply))
+        replies = running.ask(
+            f"round {finished.number}, newcomers",
+            MessageType.EVALUATE,
+            lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES),
+            arrays,
+            config,
+            nodes=running.federation.unseen,
+        )
         names = dict.fromkeys((prepared.task.main, *prepared.task.reported, *map(name_of, prepared.metrics)))
-        found = values_of(replies, "test_examples")
-        return {client: dict(_chosen(values, names, f"unseen_{way}")) for client, values in found.items()}
-
-
-def evaluated_by(running: Running, nodes: Iterable[int], arrays: ArrayRecord, config: Config) -> list[Message]:
-    """The replies of these nodes, which evaluate the same model."""
-    content = RecordDict({running.prepared.rule.base.arrayrecord_key: arrays, "config": ConfigRecord({**config})})
-    messages = [Message(content, node, MessageType.EVALUATE) for node in nodes]
-    return list(running.grid.send_and_receive(messages, timeout=running.run.engine.timeout))
+        return {
+            client: dict(_chosen(values_in(reply.metrics, "test_examples"), names, f"unseen_{way}"))
+            for client, reply in replies.items()
+        }
 
 
 def _chosen(values: Mapping[str, float], names: Iterable[str], whose: str) -> Iterator[tuple[str, float]]:

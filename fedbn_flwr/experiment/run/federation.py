@@ -10,26 +10,31 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
+from functools import partial
+from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.dataset import Schema
-from fedbn_flwr.data.moments import ROWS, moments_from, totals
+from fedbn_flwr.data.disclosed import blank_answer
+from fedbn_flwr.data.moments import moments_from, totals
 from fedbn_flwr.engines.capabilities import wait_for_nodes
-from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
+from fedbn_flwr.errors import LOG, RunFailed, SettingsError, few, log_once
+from fedbn_flwr.internals import ErrorCode
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.messages.arrays import metrics_in, unpack
 from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.messages.reply import arrays_of, partition_of, reason_of, sender_of
+from fedbn_flwr.messages.quote import one_line, shown
+from fedbn_flwr.messages.reply import Reply, number_problem, partition_of
+from fedbn_flwr.named import path_of
 from fedbn_flwr.norms.variants import BatchRenorm
+from fedbn_flwr.results.folder.reader import RunReader
+from fedbn_flwr.server.poll import Poll
 
 from ..listeners.listener import Federation, Running
 from ..listeners.unseen import unseen_nodes
@@ -37,19 +42,46 @@ from ..parts import Parts
 from ..prepare import check_moments
 from ..settings import Settings, strategy_name
 
+CANNOT_BEGIN = "the run cannot begin"
+_LARGEST = int(np.finfo(np.float32).max)  # of the values of columns
 
-def meet(running: Running, done: int, *, agrees: bool = True) -> Running:
+
+def meet(running: Running, done: int) -> Running:
     """Ask the nodes who they are and, if the run needs them, agree with them on the moments of their data.
 
-    A run that resumes after round `done` has agreed before, and a trained model has its moments (`agrees` is False).
+    A run that resumes after round `done` has agreed before, and weights in a run folder bring its moments.
     """
     asked = {protocol.EXCHANGE_MIN_BATCH: least} if (least := running.prepared.rule.traits.min_batch) else {}
     federation = check_nodes(running.grid, running.run, {**running.identity, protocol.ROUND: done, **asked})
     _check_columns(running.prepared, federation.columns)
     is_own = running.prepared.dataset is None or federation.own_data
-    if agrees and running.run.data.normalise == "moments" and is_own:
-        running.prepared.agreed = running.folder.agreed() if done else agree(replace(running, federation=federation))
-    return replace(running, federation=federation)
+    running = replace(running, federation=federation)
+    if (given := run_of_weights(running.run)) is not None:
+        return replace(running, agreed=agreed_in(given, running))
+    if running.run.data.normalise == "moments" and is_own:
+        return replace(running, agreed=running.folder.model_description().agreed if done else agree(running))
+    return running
+
+
+def run_of_weights(run: Settings) -> RunReader | None:
+    """The run in whose folder the weights are that a run without rounds evaluates; None if they are elsewhere."""
+    folder = RunReader(path_of(run.model.weights or "").parent)
+    if run.rounds or run.model.weights is None or not (folder.path / "model.json").exists():
+        return None
+    if (summary := folder.summary()) is not None and summary.personal:
+        log_once(f"{folder.path}: with {summary.label} each client has a model of its own; this is the global one")
+    return folder
+
+
+def agreed_in(folder: RunReader, running: Running) -> Moments | None:
+    """The moments by which a run normalised; SettingsError if it was on other inputs or classes than the data have."""
+    described, dataset = folder.model_description(), running.prepared.dataset
+    schema = running.federation.schema if dataset is None else dataset.schema
+    for key in ("inputs", "classes"):
+        theirs, ours = [*getattr(described, key)], [*(schema.get(key) or ())]
+        if theirs and ours and theirs != ours:
+            raise SettingsError(f"{str(folder.path)!r} was trained on the {key} {theirs}, and the data have {ours}")
+    return None if running.run.data.normalise == "own" else described.agreed
 
 
 def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], list[Message]]:
@@ -76,11 +108,11 @@ def _ask(grid: Grid, run: Settings, content: RecordDict) -> tuple[list[int], lis
             ask,
             began=began,
         )
-        ask(nodes)
+        absent = ask(nodes)
         away = [node for node in nodes if node in answers and is_away(answers[node])]
         if not away or time.monotonic() - began > run.engine.node_timeout:
             return nodes, [answers[node] for node in nodes if node in answers]
-        LOG.warning("nodes %s are unavailable; asking them again", ", ".join(map(str, away)))
+        LOG.warning("without %s: node %s is unavailable; asking again", absent, few(map(str, away), 8))
         for node in away:
             del answers[node]
         time.sleep(min(1.0, run.engine.node_timeout / 10))
@@ -93,26 +125,36 @@ def is_away(reply: Message) -> bool:
 def check_nodes(grid: Grid, run: Settings, config: Config) -> Federation:
     """Check that exactly one node holds each partition. `config` identifies the run and its last round."""
     nodes, replies = _ask(grid, run, RecordDict({"config": ConfigRecord({**config, protocol.READY: True})}))
-    holders: dict[int | None, list[int]] = {}  # under None, the nodes with data of their own and no partition
-    state_rounds: dict[int, int] = {}
-    own_data, sites = False, 0
-    columns: dict[int, Schema] = {}
-    for reply in filter(Message.has_content, replies):
-        node = reply.metadata.src_node_id
-        answer = next(iter(metrics_in(reply.content).values()), MetricRecord())
-        holders.setdefault(partition_of(reply.content), []).append(node)
-        own_data |= protocol.OWN_DATA in answer
-        sites += answer.get(protocol.OWN_DATA) == 1
-        if isinstance(stored := answer.get(protocol.STATE_ROUND), int):
-            state_rounds[sender_of(reply)] = stored
-        if record := reply.content.config_records.get(protocol.COLUMNS):
-            columns[sender_of(reply)] = {
-                name: [*map(str, texts)] for name, texts in record.items() if isinstance(texts, list)
-            }
-    refuse_nodes(failures(run, len(nodes), replies) or _wrong_numbers(holders, run.clients))
-    by_client = {sender_of(reply): reply.metadata.src_node_id for reply in replies}
-    unseen = unseen_nodes(run, by_client)
-    return Federation(by_client, state_rounds, own_data or None in holders, sites, columns, unseen)
+    poll = Poll(asked=nodes, needed=len(nodes))
+    poll.read(replies, records=None)
+    poll.check(_identity_problem)
+    poll.close(CANNOT_BEGIN)
+    refuse_nodes(_wrong_numbers(poll.partitions, run.clients))
+    answers = poll.answers()
+    said = {client: reply.metrics for client, reply in answers.items()}
+    by_client = {poll.roster.client(node): node for node in poll.left}
+    return Federation(
+        by_client,
+        {client: answer[protocol.STATE_ROUND] for client, answer in said.items() if protocol.STATE_ROUND in answer},
+        any(protocol.OWN_DATA in answer for answer in said.values()) or None in poll.partitions.values(),
+        sum(answer.get(protocol.OWN_DATA, 0) for answer in said.values()),
+        {client: columns for client, reply in answers.items() if (columns := _columns_in(reply))},
+        unseen_nodes(run, by_client),
+    )
+
+
+def _identity_problem(reply: Reply) -> str | None:
+    """Why an answer to the partition query cannot be used, or None."""
+    if (own := reply.metrics.get(protocol.OWN_DATA, 0)) not in (0, 1):
+        return f"its {protocol.OWN_DATA!r} is {shown(own)}; expected 0 or 1"
+    for name, texts in _columns_in(reply).items():
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            return f"its {shown(name)} are {shown(texts)}; expected names"
+    return None
+
+
+def _columns_in(reply: Reply) -> dict[str, Any]:
+    return {**reply.message.content.config_records.get(protocol.COLUMNS, ConfigRecord())}
 
 
 def _check_columns(parts: Parts, columns: Mapping[int, Schema]) -> None:
@@ -135,7 +177,6 @@ def _check_columns(parts: Parts, columns: Mapping[int, Schema]) -> None:
                     f"name them in {setting}, in one order for all"
                 )
     refuse_nodes(problems)
-    parts.of_sites = columns[min(columns)] if columns else {}
 
 
 def _are_columns(schema: Schema) -> bool:
@@ -144,30 +185,24 @@ def _are_columns(schema: Schema) -> bool:
     return len(kinds) > 1 or not any(kind == "array" or kind[:1].isupper() for kind in kinds)
 
 
-def _wrong_numbers(holders: Mapping[int | None, list[int]], clients: int) -> list[str]:
+def _wrong_numbers(partitions: Mapping[int, int | None], clients: int) -> list[str]:
     """The problems, unless each partition has one node or, without partitions, there is one node for each client."""
-    unnumbered = holders.get(None, [])
-    if holders.keys() == {None}:
+    unnumbered = [node for node, number in partitions.items() if number is None]
+    if len(unnumbered) == len(partitions):
         count = len(unnumbered)
         return [] if count == clients else [f"{count} nodes without a partition-id are connected, expected {clients}"]
+    holders = {number: [node for node, held in partitions.items() if held == number] for number in range(clients)}
     return [f"node {node} has no partition-id, but other nodes have one" for node in unnumbered] + [
-        f"partition {partition} is held by {len(held)} nodes, expected one: {held}"
-        for partition in range(clients)
-        if len(held := holders.get(partition, [])) != 1
+        f"partition {number} is held by {len(held)} nodes, expected one: {held}"
+        for number, held in holders.items()
+        if len(held) != 1
     ]
-
-
-def failures(run: Settings, asked: int, replies: Sequence[Message]) -> list[str]:
-    """The problems of the nodes that replied with an error, and of those asked that did not reply."""
-    failed = [f"node {reply.metadata.src_node_id}: {reason_of(reply)}" for reply in replies if reply.has_error()]
-    silent = asked - len(replies)
-    return [*failed, f"{silent} nodes did not answer within {run.engine.timeout:g} s"] if silent > 0 else failed
 
 
 def refuse_nodes(problems: Iterable[str]) -> None:
     """Raise RunFailed with the problems of nodes, if there are any."""
-    if listed := "".join(f"\n  - {' '.join(problem.split())}" for problem in sorted(problems)):
-        raise RunFailed(f"the run cannot begin:{listed}")
+    if listed := "".join(f"\n  - {one_line(problem)}" for problem in sorted(problems)):
+        raise RunFailed(f"{CANNOT_BEGIN}:{listed}")
 
 
 # --- the moments of all sites' data ---
@@ -177,45 +212,35 @@ def agree(running: Running) -> Moments:
     """The moments of all clients' training examples; RunFailed names clients whose sums are missing or wrong."""
     run, parts = running.run, running.prepared
     check_moments(run, parts.rule)
-    columns = parts.shape.normalised + (parts.shape.classes if run.data.targets else 0)
-    like = {"sums": np.zeros((ROWS, columns))}
-    return moments_from([found["sums"] for found in ask_all(running, protocol.SUMS_QUERY, like).values()])
+    like = blank_answer(parts.shape, survey=False, scaled=bool(run.data.targets))
+    answers = running.ask(CANNOT_BEGIN, protocol.SUMS_QUERY, partial(sums_problem, like), records=())
+    sums = [reply.arrays["sums"] for reply in answers.values()]
+    told = np.sum([each[0] for each in sums], axis=0)
+    if untold := [name for name, count in zip(column_names(running), told, strict=False) if not count]:
+        LOG.warning("no site tells the sums of %s, which isn't normalised (docs/privacy.md)", few(untold, 20))
+    return moments_from(sums, told=True)
 
 
-def ask_all(
-    running: Running, query: str, like: Arrays, records: Mapping[str, ArrayRecord] = MappingProxyType({})
-) -> dict[int, Arrays]:
-    """The arrays that each client answers, in the form of these; RunFailed names those that refuse or err."""
-    clients = {node: client for client, node in running.federation.nodes.items()}
-    content = RecordDict({**records, "config": ConfigRecord({**running.config})})
-    questions = [Message(content, node, query) for node in clients]
-    replies = list(running.grid.send_and_receive(questions, timeout=running.run.engine.timeout))
-    answers: dict[int, Arrays] = {}
-    problems = failures(running.run, len(clients), replies)
-    for reply in filter(Message.has_content, replies):
-        node = reply.metadata.src_node_id
-        try:
-            answers[clients[node]] = _checked(reply, like)
-        except MessageError as error:
-            problems.append(f"node {node}: client {clients[node]}: {error}")
-    refuse_nodes(problems)
-    return dict(sorted(answers.items()))
+def column_names(running: Running) -> list[str]:
+    """The names of the columns or channels that are normalised."""
+    parts, columns = running.prepared, running.federation.schema.get("inputs", ())
+    categories = parts.run.data.categories
+    of_sites = [f"{name}={value}" if value else name for name in columns for value in categories.get(name, ("",))]
+    names, number = [*(getattr(parts.dataset, "input_names", ()) or of_sites)], parts.shape.normalised
+    return names if len(names) == number else [f"input {place}" for place in range(number)]  # of an array
 
 
-def _checked(reply: Message, like: Arrays) -> Arrays:
-    """The arrays in a client's reply; MessageError if they have another form, or no values can have these sums."""
-    arrays = unpack(arrays_of(reply.content))
-    if problem := arrays_problem(arrays, like):
-        raise MessageError(f"{problem}; its columns are the inputs or channels of the data, and targets")
-    for place, column in enumerate(arrays.get("sums", np.empty((0, 0))).T):
+def sums_problem(like: Arrays, reply: Reply) -> str | None:
+    """Why an answer with the sums of columns has another form than `like`, or why no values have such sums, or None."""
+    if problem := number_problem(reply.metrics, protocol.NUM_EXAMPLES) or arrays_problem(reply.arrays, like):
+        return f"{problem}; its columns are the inputs or channels of the data, and targets"
+    for place, column in enumerate(reply.arrays["sums"].T):
         count, total, square = totals(column)
         # By the inequality of Cauchy and Schwarz; sums of equal pixels, such as 14/255, are rounded to the bits sent.
         is_less = square * count * (2**96 + 1) < total**2 * 2**96
-        if not 0 <= count == column[0] < 2**53 or is_less or square > 0 == count:
-            raise MessageError(
-                f"its sums of column {place} cannot be sums of any values; expected the sums of its data"
-            )
-    return arrays
+        if not 0 <= count == column[0] < 2**53 or is_less or not 0 <= square <= count * _LARGEST**2:
+            return f"its sums of column {place} cannot be sums of any values; expected the sums of its data"
+    return None
 
 
 # --- the states of the clients of a resumed run ---

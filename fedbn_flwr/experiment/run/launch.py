@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,26 +15,31 @@ from flwr.serverapp import Grid
 from fedbn_flwr.client.app import client_app
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.network import poll_often
+from fedbn_flwr.engines.pool import ForkPool, Pool
 from fedbn_flwr.errors import (
     OF_RUN_CONFIG,
     Diverged,
     FedbnError,
-    MissingPackage,
     RunFailed,
     SettingsError,
     StorageError,
     UserError,
+    by_reason,
     few,
+    forget_said,
     needs,
     options_as,
 )
-from fedbn_flwr.experiment.ray_settings import set_ray_defaults
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.named import names_in, only_here
 from fedbn_flwr.results.folder.places import from_here, out_folder
 from fedbn_flwr.results.folder.writer import RunFolder
-from fedbn_flwr.results.report.write import write_report
+from fedbn_flwr.results.naming import names_in, only_here
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.report.judged import by_client
+from fedbn_flwr.results.report.rows import Row, choose, group
+from fedbn_flwr.results.report.seen import decided, next_step, seen
+from fedbn_flwr.results.report.write import report_on
 from fedbn_flwr.trees import Tree
 
 from ..data import examples_of
@@ -44,27 +49,30 @@ from ..node import ClientMaker
 from ..parts import Parts
 from ..prepare import check_rounds, prepare
 from ..settings import Experiment, completed
-from .judge import FILE, Judged, judge
 from .loop import run_one
-from .side_by_side import clients_at_once, jobs_of, one_after_another, side_by_side, workers_of
-from .survey import FILE as SURVEY
-from .survey import Survey, survey
+from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
+from .survey import FILE, Survey
 
 
 @dataclass(frozen=True)
 class Outcome:
     report: str
-    failures: Sequence[str]  # failed runs, each with its reason
-    judged: Judged | Survey | None = None  # of an experiment without rounds
+    failures: Sequence[tuple[str, str]] = ()  # failed runs, each with its reason
+    rows: Sequence[Row] = ()  # of the report
+    hint: str = ""
 
-    def announce(self) -> None:
-        print(f"\n{self.report}", flush=True)
+    def announce(self, experiment: str = "") -> None:
+        """Print what came out and, for the user of `fedbn run EXPERIMENT`, what comes next."""
+        goes_on = experiment and self.rows and not self.failures
+        after = seen(self.rows), decided(self.rows), next_step(self.rows, experiment) if goes_on else ""
+        blocks = ("\n".join(filter(None, block)) for block in ((self.report, self.hint), after))
+        print("", "\n\n".join(filter(None, blocks)), sep="\n", flush=True)
         check_failures(self.failures)
 
 
-def check_failures(failures: Sequence[str]) -> None:
+def check_failures(failures: Sequence[tuple[str, str]]) -> None:
     if failures:
-        raise RunFailed(f"{len(failures)} of the runs failed:\n" + "\n".join(failures))
+        raise RunFailed(f"{len(failures)} of the runs failed:\n" + "\n".join(by_reason(failures)))
 
 
 def run_folders(experiment: Experiment, out: Path) -> list[RunFolder]:
@@ -92,6 +100,12 @@ def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[Run
                 "function, and nothing tells whether it is still the same; define it at the top of a module or cell"
             )
         folder.check(given, resume=resume, complete=completed)
+    there = (RunFolder(file.parent).config().get("name") for file in out.glob("*/config.yaml"))
+    if (other := next(there, None)) not in (None, experiment.name):
+        raise SettingsError(
+            f"{str(out)!r} has runs of the experiment {other!r}, and these are of {experiment.name!r}; give another "
+            "--out. `fedbn report DIR DIR` compares runs of several folders"
+        )
     return folders
 
 
@@ -105,18 +119,14 @@ def run_experiment(
     plain: bool = False,
     quiet: bool = False,
     own_data: bool = False,
+    advise: Callable[[Iterable[Parts], int], str] = lambda prepared, jobs: "",
 ) -> Outcome:
     """Carry out all runs, each on the grid of the context manager `make_grid(parts)`.
 
     They follow one another, or `jobs` of them run side by side (None: as many as suits them, see `jobs_of`).
-    `own_data`: nodes may have data of their own.
+    `own_data`: nodes may have data of their own. `advise` makes a hint from the runs and `jobs`.
     """
-    if experiment.runs[0].rounds == 0:
-        ask, word, file = (
-            (survey, "survey", SURVEY) if experiment.runs[0].evaluate.survey else (judge, "evaluation", FILE)
-        )
-        judged = ask(experiment, make_grid, out, own_data=own_data)
-        return Outcome(f"{judged}\n{word}: {from_here(out / file)}", (), judged)
+    forget_said()
     folders = open_folders(experiment, out, resume=resume)
     given = [run.model_dump(mode="json") for run in experiment.runs]
     ended = {place: folder.end(given[place]) for place, folder in enumerate(folders)} if resume else {}
@@ -125,9 +135,8 @@ def run_experiment(
     if failed and len(folders) == 1:
         raise Diverged(failed[0])
     jobs = jobs_of(experiment.runs, len(todo), jobs)
-    with Progress(
-        list(experiment.by_folder), [run.rounds for run in experiment.runs], plain=plain, quiet=quiet
-    ) as progress:
+    rounds, clients = zip(*((run.rounds, run.training_clients) for run in experiment.runs), strict=True)
+    with Progress([*experiment.by_folder], rounds, clients, plain=plain, quiet=quiet) as progress:
         progress.status("loading data")
         prepared = dict(zip(todo, prepare(experiment, todo, own_data=own_data), strict=True))
         checksums = {
@@ -139,7 +148,9 @@ def run_experiment(
             folder.check_data(checksums.get(examples_of(run.source)))
         for place, item in prepared.items():
             check_rounds(item, folders[place])
-        progress.message(f"run folders: {from_here(out)}")
+        hint = advise(prepared.values(), jobs)
+        together = f", {jobs} at a time" if jobs > 1 else ""
+        progress.message(f"{len(folders)} {'runs' if len(folders) > 1 else 'run'}{together}, in {from_here(out)}")
 
         def run_at(place: int, listener: Reporter) -> None:
             folder = folders[place]
@@ -159,14 +170,17 @@ def run_experiment(
             failed |= side_by_side(todo, run_at, jobs, progress)
         else:
             failed |= one_after_another(todo, run_at, progress, is_single=len(folders) == 1)
-        failures = [f"{folders[place].path.name}: {problem}" for place, problem in sorted(failed.items())]
+        failures = [(folders[place].path.name, problem) for place, problem in sorted(failed.items())]
         progress.status("writing the report")
         try:
-            report = write_report([out], out, whole=False)
+            every = group(find_runs([out]))
+            surveys = [str(Survey.read(at.path)) for at in folders if (at.path / FILE).exists()]
+            judged = by_client([row for row in every if row.first.config.get("rounds") == 0])
+            report = "\n\n".join(filter(None, [*surveys, judged, report_on(every, out, whole=False)]))
         except (UserError, StorageError) as error:
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
-    return Outcome(report, failures)
+    return Outcome(report, failures, rows=choose(every), hint=hint)
 
 
 def carry_out(
@@ -182,31 +196,37 @@ def carry_out(
 
     `jobs` (see `run_experiment`) and `node_config` (see `LocalGrid`) are for the local engine.
     """
-    if experiment.runs[0].engine.name == "local":
+    name = experiment.runs[0].engine.name
+    if is_ray := name == "ray":
+        if jobs not in (None, 1):
+            raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
+        jobs = 1
+    with needs("run", f"engine.name={name!r}"):
+        pools = part("engines", name)(experiment) if is_ray else nullcontext(local_pool)
+    with pools as pool_of:
 
-        def local_grid(parts: Parts) -> LocalGrid:
-            together = clients_at_once(parts)
+        def make_grid(parts: Parts) -> LocalGrid:
             return LocalGrid(
                 client_app(ClientMaker(experiment)),
                 parts.run.clients,
-                workers=0 if together > 1 else workers_of(parts.run),
-                pool=functools.partial(part("pools", "together"), most=together) if together > 1 else None,
+                pool=pool_of(parts),
                 work=parts.work(),
                 threads=parts.run.engine.threads,
                 node_config=node_config,
             )
 
         own_data = node_config is not None
-        return run_experiment(experiment, local_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
-    if jobs not in (None, 1):
-        raise SettingsError(f"--jobs is {jobs}, which is for the local engine, but engine.name is 'ray'")
-    set_ray_defaults(os.environ, experiment.runs[0].engine.node_timeout)  # before Ray is imported
-    if "ray" not in declared("engines"):
-        raise MissingPackage("engine.name is 'ray', which needs the folder fedbn_flwr/extensions/ray")
-    with needs("run", "engine.name='ray'"):
-        ray_grids = part("engines", "ray")
-    with ray_grids(experiment) as make_grid:
-        return run_experiment(experiment, make_grid, out, resume=resume, quiet=quiet)
+        hint_of = part("pools", "hint") if "hint" in declared("pools") else lambda prepared, jobs: ""
+        return run_experiment(
+            experiment, make_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data, advise=hint_of
+        )
+
+
+def local_pool(parts: Parts) -> Callable[..., Pool] | None:
+    together = 1 if parts.run.engine.together == 1 else part("pools", "clients_at_once")(parts)
+    if together > 1:
+        return functools.partial(part("pools", "together"), most=together)
+    return functools.partial(ForkPool, count=workers) if (workers := workers_of(parts.run)) else None
 
 
 class OneLine(logging.Filter):

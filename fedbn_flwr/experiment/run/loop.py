@@ -10,8 +10,9 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
+from graphlib import TopologicalSorter
 
 from flwr.app import ConfigRecord, Message
 from flwr.serverapp import Grid
@@ -26,13 +27,14 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.models.tensors import initial_arrays
+from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.results.folder.summary import is_taken
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.strategies import broken_guarantees, restore
 
 from ..listeners.dynamics import Dynamics
-from ..listeners.evaluate import Choose, Evaluate, renamed, values_of
+from ..listeners.evaluate import Choose, Evaluate, renamed, values_in
 from ..listeners.listener import FinishedRound, Listener, Running
 from ..listeners.progress import Reporter
 from ..listeners.recording import History, Saving, keep_promises
@@ -42,63 +44,82 @@ from ..parts import Parts, counts_of
 from ..prepare import check_partition
 from .federation import is_away, meet, restore_clients
 from .side_by_side import workers_of
+from .survey import Surveyor
 
 
 def run_one(prepared: Parts, grid: Grid, folder: RunFolder, progress: Reporter, done: int) -> None:
-    """Train one run from the round after `done` to its end."""
-    run, rule = prepared.run, prepared.rule
+    """Train one run from the round after `done` to its end; a run without rounds is evaluated as it begins."""
     prepared.release()  # workers are copies of this process, and would keep the memory of its model
     capabilities(grid).start()
     snapshot = folder.checkpoint.read() if done else None
-    ledger = MeteredGrid(grid, progress.report)
-    running = Running(prepared, ledger, folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()})
-    arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
-    trained = {} if snapshot is None else dict(snapshot.trained)
-    choose = Choose(prepared, folder.history())
-    why = choose.ended(done)
-    finished = FinishedRound(
-        done,
-        arrays=arrays,
-        model=arrays,
-        is_last=done == run.rounds or bool(why),
-        trained=trained,
-        stopped=why,
-        checkpoint_round=done,
+    running = Running(
+        prepared, MeteredGrid(grid), folder, {protocol.RUN: prepared.name, protocol.TOKEN: folder.token()}
     )
-    del arrays  # later rounds have others, and need the memory
-    listeners = listeners_of(running, choose, progress)
-    begun: list[Listener] = []
+    choose = Choose(prepared, folder.history())
+    finished = first_round(prepared, snapshot, choose.ended(done))
+    listeners, begun = listeners_of(running, choose, progress), list[Listener]()
     with ExitStack() as stack:
         stack.push(lambda _, error, __: end(begun, running, error))
         for listener in listeners:
             listener.on_start(running, finished)
             begun.append(listener)
         running = meet(running, done)
-        ledger.hidden = running.federation.unseen.values()
-        if isinstance(grid, PollingGrid):  # for a look-up: `flwr supernode list` shows only the nodes' ids
-            nodes = sorted(running.federation.nodes.items())
-            progress.message(", ".join(f"client {client} is node {node}" for client, node in nodes))
-        folder.write("model.json", prepared.model_description, indent=2)
-        if prepared.dataset is not None and not running.federation.own_data:
-            check_partition(prepared)
-            folder.write("partition.json", asdict(counts_of(run, prepared.dataset, prepared.partition)))
-        rule.base.reply_timeout = run.engine.timeout
-        rule.begin(run.rounds, finished.arrays)
-        if snapshot is not None and snapshot.strategy is not None:
-            restore_clients(running, snapshot.trained)
-            restore(rule, snapshot.strategy)
-            ledger.take()  # the interrupted session counted these messages
-        keep_promises(rule, folder, done)
-        prepared.release()  # it is built again for the first evaluation
-        return_freed_memory()
+        begin(running, finished, snapshot)
+        if not running.run.rounds:
+            finished = observed(running, replace(finished, is_evaluated=True, line={"round": 0}), listeners)
         while not finished.is_last:
-            finished = train_round(running, finished, listeners)
-            for listener in listeners:
-                finished = listener.on_round(running, finished)
+            finished = observed(running, train_round(running, finished, listeners), listeners)
             if finished.stop and not finished.is_last:
                 raise finished.stop
-        if not finished.trained:
+        if running.run.rounds and not finished.trained:
             raise RunFailed(f"no client trained in any of the {finished.number} rounds")
+
+
+def first_round(prepared: Parts, snapshot: Snapshot | None, why: str) -> FinishedRound:
+    """The round that training continues after; `why` it does not, in words."""
+    arrays = pack(initial_arrays(prepared.model)) if snapshot is None else arrays_in(snapshot.model)["arrays"]
+    done = 0 if snapshot is None else snapshot.round
+    return FinishedRound(
+        done,
+        arrays=arrays,
+        model=arrays,
+        is_last=done == prepared.run.rounds or bool(why),
+        trained={} if snapshot is None else dict(snapshot.trained),
+        stopped=why,
+        checkpoint_round=done,
+    )
+
+
+def begin(running: Running, finished: FinishedRound, snapshot: Snapshot | None) -> None:
+    """Write what is known once the nodes have answered, and begin the strategy or restore it and its clients."""
+    run, prepared, base, nodes = running.run, running.prepared, running.prepared.rule.base, running.federation.nodes
+    running.grid.hidden = running.federation.unseen.values()
+    if isinstance(running.grid.inner, PollingGrid):  # `flwr supernode list` shows only the nodes' ids
+        print(", ".join(f"client {client} is node {node}" for client, node in sorted(nodes.items())), flush=True)
+        running.grid.inner.name = lambda node: base.roster.name(node)
+    running.folder.write("model.json", prepared.description(running.agreed, running.federation.schema), indent=2)
+    if prepared.dataset is not None and not running.federation.own_data:
+        if prepared.own_data:  # else it was checked before the first run
+            check_partition(prepared)
+        running.folder.write("partition.json", counts_of(run, prepared.dataset, prepared.partition).model_dump())
+    base.reply_timeout, base.folder = run.engine.timeout, running.folder.path / "strategy"
+    prepared.rule.begin(run.rounds, finished.arrays)
+    if snapshot is not None and snapshot.strategy is not None:
+        restore_clients(running, snapshot.trained)
+        restore(prepared.rule, snapshot.strategy)
+        running.grid.take()  # the interrupted session counted these messages
+    # Their names stand in messages before they have answered in a round.
+    base.roster.learn({node: client for client, node in nodes.items() if client != node})
+    keep_promises(prepared.rule, running.folder, finished.number)
+    prepared.release()  # it is built again for the first evaluation
+    return_freed_memory()
+
+
+def observed(running: Running, finished: FinishedRound, listeners: Sequence[Listener]) -> FinishedRound:
+    """The round with what the listeners add."""
+    for listener in listeners:
+        finished = listener.on_round(running, finished)
+    return finished
 
 
 def end(begun: Sequence[Listener], running: Running, error: BaseException | None) -> None:
@@ -109,13 +130,19 @@ def end(begun: Sequence[Listener], running: Running, error: BaseException | None
 
 
 def listeners_of(running: Running, choose: Choose, progress: Reporter) -> list[Listener]:
-    """The listeners in their order: they measure a round, choose the best one, then show and record it."""
+    """The listeners of a run, each after those whose results it needs."""
     run = running.run
+    found = [progress, History(), Saving(), *(Track(entry, running.folder) for entry in run.track)]
+    if run.evaluate.survey:
+        return in_order([Surveyor(), *found])
     dynamics = [Dynamics()] if run.evaluate.dynamics else []
-    trackers = [Track(entry, running.folder) for entry in run.track]
-    evaluate = Evaluate(running.prepared, threads=workers_of(run))
     unseen = [Unseen()] if run.evaluate.unseen.clients else []
-    return [*dynamics, evaluate, *unseen, choose, progress, History(), Saving(), *trackers]
+    return in_order([*dynamics, Evaluate(running.prepared, threads=workers_of(run)), *unseen, choose, *found])
+
+
+def in_order(listeners: Sequence[Listener]) -> list[Listener]:
+    graph = {each: [other for other in listeners if isinstance(other, each.after)] for each in listeners}
+    return [*TopologicalSorter(graph).static_order()]
 
 
 def train_round(running: Running, before: FinishedRound, listeners: Sequence[Listener] = ()) -> FinishedRound:
@@ -134,10 +161,10 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
     except Diverged as error:
         raise Diverged(f"{error}{running.prepared.advice_on_targets()}") from None
     arrays = before.arrays if new is None else new
-    used = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in rule.base.training.used]
-    trained = [rule.base.roster.client(reply.metadata.src_node_id) for reply in used]
+    used = rule.base.training.answers()
     numbers = {key: value for key, value in (metrics or {}).items() if not isinstance(value, list)}
     in_history = partial(_in_history, running.prepared)
+    of_clients = {} if "inside" in broken_guarantees(rule) else used
     is_last = number == run.rounds
     return FinishedRound(
         number,
@@ -145,10 +172,10 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
         model=arrays,
         is_evaluated=is_last or number % run.evaluate.every == 0,
         is_last=is_last,
-        trained={**before.trained, **dict.fromkeys(trained, number)},
-        replies=used if run.evaluate.dynamics else (),
-        line={"round": number, "clients": len(trained), **renamed(numbers, in_history)},
-        clients={} if "inside" in broken_guarantees(rule) else values_of(used, "examples", in_history),
+        trained={**before.trained, **dict.fromkeys(used, number)},
+        replies=used if run.evaluate.dynamics else {},
+        line={"round": number, "clients": len(used), **renamed(numbers, in_history)},
+        clients={client: values_in(reply.metrics, "examples", in_history) for client, reply in of_clients.items()},
         checkpoint_round=before.checkpoint_round,
     )
 
@@ -156,21 +183,32 @@ def train_round(running: Running, before: FinishedRound, listeners: Sequence[Lis
 def send(running: Running, messages: Sequence[Message]) -> list[Message]:
     """The replies to the messages of a round.
 
-    If too few nodes are left, the lost ones get their messages again once they are back, for `engine.node_timeout`.
+    If too few nodes are left, those that were lost get their messages again once they are back, for
+    `engine.node_timeout`. If the round's messages are equal, a node that was not asked may replace a lost one.
     """
     run, base, grid = running.run, running.prepared.rule.base, running.grid
     needed, began = min(base.min_train_nodes, len(messages)), math.inf
+    asked = {message.metadata.dst_node_id: message for message in messages}
     replies = gate(grid.send_and_receive(messages, timeout=run.engine.timeout))
     while lost := {reply.metadata.src_node_id for reply in replies if is_away(reply)}:
-        began = min(began, time.monotonic())
-        kept = [reply for reply in replies if not is_away(reply)]
-        if len(kept) >= needed or time.monotonic() - began > run.engine.node_timeout:
+        began, again = min(began, time.monotonic()), list[Message]()
+        if sum(map(Message.has_content, replies)) >= needed:
             break
-        LOG.warning("%s: lost; sending the messages of the round again", few(map(base.roster.name, sorted(lost)), 8))
-        time.sleep(min(1.0, run.engine.node_timeout / 10))
-        base.connected(grid, needed)
-        again = [Message(one.content, one.metadata.dst_node_id, one.metadata.message_type) for one in messages]
-        again = [one for one in again if one.metadata.dst_node_id in lost]
+        LOG.warning(
+            "%s: lost; waiting for %d of %d clients", few(map(base.roster.name, sorted(lost)), 8), needed, len(messages)
+        )
+        any_node = messages[:1] if all({**one.content} == {**messages[0].content} for one in messages[1:]) else ()
+        while not again and time.monotonic() - began <= run.engine.node_timeout:
+            time.sleep(min(1.0, run.engine.node_timeout / 10))
+            here = {*grid.get_node_ids()}
+            back = {node: asked[node] for node in sorted(lost & here)}
+            back = back or {node: one for one in any_node for node in sorted(here - asked.keys())[: len(lost)]}
+            again = [Message(one.content, node, one.metadata.message_type) for node, one in back.items()]
+        if not again:
+            break
+        asked |= {one.metadata.dst_node_id: one for one in again}
+        base.training.asked = [*asked]
+        kept = [reply for reply in replies if reply.metadata.src_node_id not in back]
         replies = gate([*kept, *grid.send_and_receive(again, timeout=run.engine.timeout)])
     return replies
 

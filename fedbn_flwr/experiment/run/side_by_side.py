@@ -1,6 +1,6 @@
 """Carries out runs one after another, or side by side, each in a worker process forked after the data are loaded.
 
-Says how many runs, worker processes and clients of a process train at the same time.
+Says how many runs and worker processes train at the same time.
 
 The processes share the memory of the data. A run in a process has no workers, and is the same bit for bit as a run
 whose clients are shared out among workers.
@@ -18,23 +18,16 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from fedbn_flwr.client.optimizers import make_optimizer
-from fedbn_flwr.client.training import Training, backpropagate
 from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.worker import NAME, Worker
-from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError, log_once
-from fedbn_flwr.exchange.step import LayerwiseStep, no_exchange
-from fedbn_flwr.extensions import part
-from fedbn_flwr.text import shorten
+from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, StorageError
+from fedbn_flwr.results.text import shorten
 
 from ..listeners.progress import News, Progress, Reporter
-from ..parts import Parts, choose_device, plain_loss
+from ..parts import choose_device
 from ..settings import Settings
 
 CarryOut = Callable[[int, Reporter], None]
-
-_BEST = 10  # clients with small networks; fifty take longer, since their values leave the processor's cache
-_WORKERS = 3  # worker processes that are about as fast as ten clients at once
 
 
 def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
@@ -65,47 +58,6 @@ def workers_of(run: Settings) -> int:
             "engine.name ray with gpus_per_client, for instance 0.25"
         )
     return run.engine.workers
-
-
-# --- clients at once (`engine.together`) ---
-
-
-def clients_at_once(parts: Parts) -> int:
-    """The number of clients that train at once; the log says if it could be larger."""
-    asked, best = parts.run.engine.together, best_at_once(parts)
-    if asked not in (1, "auto"):
-        return best
-    if best == 1 or why_one(parts) is not None:
-        return 1
-    if asked == "auto":
-        return best
-    log_once(
-        f"the clients' network is small, so {best} of them would train faster at once: set engine.together=auto, which "
-        "changes the last bits of the results"
-    )
-    return 1
-
-
-def best_at_once(parts: Parts) -> int:
-    """The number that the run sets or, by default and for "auto", the fastest one if clients can train at once."""
-    engine = parts.run.engine
-    if engine.together != "auto" and engine.together > 1:
-        return engine.together
-    workers_are_faster = engine.name != "local" or engine.workers not in (0, "auto") or workers_of(parts.run) > _WORKERS
-    return 1 if workers_are_faster or parts.device.type != "cpu" else min(_BEST, parts.run.clients)
-
-
-def why_one(parts: Parts) -> str | None:
-    """Why the clients of a run cannot train at once, or None if they can."""
-    run, train = parts.run, parts.run.train
-    special = train.compile or train.precision != "float32"
-    gradient = functools.partial(backpropagate, precision=torch.bfloat16 if special else None)
-    exchanges = LayerwiseStep(no_exchange) if parts.rule.traits.min_batch else None
-    optimizer = make_optimizer(train.optimizer, dict(parts.model.named_parameters()), 0.1, momentum=train.momentum)
-    loss = plain_loss(run, parts.task)
-    training = Training(parts.model, (), optimizer, loss, parts.device, gradient=gradient, first_step=exchanges)
-    problem: str | None = part("pools", "problem")(training)
-    return problem
 
 
 # --- runs ---

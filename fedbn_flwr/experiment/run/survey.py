@@ -7,42 +7,32 @@ moments of all sites together follow exactly. With a network, it also sends the 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from flwr.serverapp import Grid
+from pydantic import TypeAdapter
 
+from fedbn_flwr.data.dataset import DataForm
 from fedbn_flwr.data.disclosed import HIDDEN, blank_answer
 from fedbn_flwr.data.moments import moments_of
-from fedbn_flwr.errors import LOG, MissingPackage
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.limits import arrays_problem
+from fedbn_flwr.messages.quote import shown
+from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.distances import distances, statistics_in
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.results.folder.files import write_text
 from fedbn_flwr.results.report.tables import as_text
-from fedbn_flwr.storage import to_json
 
-from ..parts import Parts
-from ..settings import Experiment
-from .federation import ask_all
-from .judge import normalise_as, without_training
+from ..listeners.listener import FinishedRound, Listener, Running
+from .federation import column_names, sums_problem
 
 FILE = "survey.json"
 _SITES, _LINES = 8, 40  # in the table
-_LABELS, _INPUTS = 0.2, 0.2  # from here on they differ; docs/clients.md has the values of shipped data
-# The rows of the decision table in docs/which-strategy.md.
-_ROWS = {
-    "labels": 'labels differ, the row "hold few classes": FixBN, for a small network group norm; for a model each '
-    "Standalone or FedRep",
-    "inputs": 'inputs differ, the row "have different inputs": group norm or FixBN; for a model each FedBN',
-    "": 'neither labels nor inputs differ much, the row "train as well together as in one place": FedAvg',
-}
 
 
 @dataclass(frozen=True)
@@ -61,11 +51,11 @@ class Site:
         rest = max(0, self.examples - sum(known.values())) / max(1, len(self.classes) - len(known))
         return {name: known.get(name, rest) / self.examples for name in self.classes}
 
-    def cells(self) -> dict[str, str]:
-        """What a table says about it."""
+    def cells(self, *, of_one: bool = True) -> dict[str, str]:
+        """What a table says about it; how many values are missing is known of one site, as others may not say it."""
         found = {"examples": f"{self.examples:,}"}
         for name, (count, mean, deviation) in self.moments.items():
-            missing = f" ({self.examples - count:,} missing)" if 0 < count < self.examples else ""
+            missing = f" ({self.examples - count:,} missing)" if of_one and 0 < count < self.examples else ""
             found[name] = f"{mean:.4g} ± {deviation:.3g}{missing}" if count else "not said"
         for name, number in self.classes.items():
             found[f"share of {name}"] = "not said" if number is None else f"{number / self.examples:.1%}"
@@ -78,18 +68,10 @@ class Survey:
     union: Site  # all sites' data together
     sites: Mapping[int, Site]  # by client
 
-    def apart(self, site: Site) -> dict[str, float]:
-        """How far a site is from all together, by row of the table.
-
-        Of columns the difference of the means, in standard deviations; of classes the difference of the shares; of
-        layers the mean distance.
-        """
-        found: dict[str, float] = {}
-        for name, (count, mean, deviation) in self.union.moments.items():
-            own = site.moments[name]
-            found[name] = (own[1] - mean) / deviation if count and own[0] and deviation else 0.0
-        found |= {f"share of {name}": share - self.union.shares[name] for name, share in site.shares.items()}
-        return found | {layer: mean for layer, (mean, _, _) in site.layers.items()}
+    @classmethod
+    def read(cls, folder: Path) -> Survey:
+        """The survey in a run folder."""
+        return TypeAdapter(cls).validate_json((folder / FILE).read_text(encoding="utf-8"))
 
     def labels_differ(self, site: Site) -> float:
         """The share of the site's examples whose class would have to change for the shares of all, beyond chance."""
@@ -101,92 +83,72 @@ class Survey:
     def inputs_differ(self, site: Site) -> float:
         """The root mean square over the columns of the differences of the means, in standard deviations of all, and of
         the logarithms of the deviations, beyond what chance makes of as many examples."""
-        apart, squares = self.apart(site), [0.0]
-        for name, (_, _, deviation) in self.union.moments.items():
-            count, _, own = site.moments[name]
+        squares = [0.0]
+        for name, (_, of_all, deviation) in self.union.moments.items():
+            count, mean, own = site.moments[name]
+            distance = (mean - of_all) / deviation if count and deviation else 0.0
             scale = math.log(own / deviation) if count and own and deviation else 0.0
-            squares.append(apart[name] ** 2 + scale**2)
+            squares.append(distance**2 + scale**2)
         return math.sqrt(max(0.0, sum(squares) / max(1, len(squares) - 1) - 1.5 / site.examples))
-
-    @property
-    def differs(self) -> str:
-        """What differs most: "labels", "inputs" or nothing, "", in the mean of the sites."""
-        labels, inputs = (
-            statistics.fmean(map(measure, self.sites.values())) for measure in (self.labels_differ, self.inputs_differ)
-        )
-        return "labels" if labels >= _LABELS else "inputs" if inputs >= _INPUTS else ""
 
     def __str__(self) -> str:
         shown = dict(sorted(self.sites.items())[:_SITES])
-        columns = [site.cells() for site in (self.union, *shown.values())]
+        columns = [self.union.cells(of_one=False), *(site.cells() for site in shown.values())]
         rows = [["", "all", *(f"client {client}" for client in shown)]]
         rows += [[name, *(cells.get(name, "") for cells in columns)] for name in [*columns[1]][:_LINES]]
         for title, measure in (("labels apart", self.labels_differ), ("inputs apart", self.inputs_differ)):
             rows.append([title, "", *(f"{measure(site):.2f}" for site in shown.values())])
         counts = {"clients": len(self.sites) - len(shown), "lines": len(columns[1]) - _LINES}
         more = [f"{count} further {what} are in {FILE}" for what, count in counts.items() if count > 0]
-        return "\n".join([as_text(rows), *more, f"Here {_ROWS[self.differs]} (docs/which-strategy.md)."])
+        return "\n".join([as_text(rows), *more])
 
 
-def survey(
-    experiment: Experiment,
-    make_grid: Callable[[Parts], AbstractContextManager[Grid]],
-    out: Path,
-    *,
-    own_data: bool = False,
-) -> Survey:
-    """Ask all clients how their data are; write survey.json and survey.png."""
-    layers: Mapping[int, Mapping[str, tuple[float, float, float]]] = {}
-    with without_training(experiment, make_grid, out, own_data) as (running, models):
-        parts = running.prepared
-        answers = ask_all(running, protocol.SURVEY_QUERY, blank_answer(parts.shape))
-        for model, folder in models.values():
-            if folder is not None:
-                normalise_as(parts, folder)
-            tracked = {key: unpack(model)[key] for key, role in roles(unpack(model)).items() if role is Role.STATISTICS}
-            records = {parts.rule.base.arrayrecord_key: model}
-            found = ask_all(running, protocol.STATISTICS_QUERY, tracked, records)
+class Surveyor(Listener):
+    """Asks all clients how their data are, in place of an evaluation, and writes survey.json."""
+
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        parts, layers = running.prepared, dict[int, Mapping[str, tuple[float, float, float]]]()
+        problem = partial(_problem, parts.shape, blank_answer(parts.shape))
+        answers = running.ask("the survey", protocol.SURVEY_QUERY, problem, records=())
+        if running.run.model.weights is not None:
+            model = unpack(finished.arrays)
+            tracked = {key: model[key] for key, role in roles(model).items() if role is Role.STATISTICS}
+            found = running.ask(
+                "the survey",
+                protocol.STATISTICS_QUERY,
+                lambda reply: arrays_problem(reply.arrays, tracked),
+                finished.arrays,
+                records=(),
+            )
             network = statistics_in(tracked)
-            layers = {client: distances(statistics_in(own), network) for client, own in found.items()}
-    sites = {client: _site(parts, [said], layers.get(client, {})) for client, said in answers.items()}
-    made = Survey(_site(parts, [*answers.values()], {}), sites)
-    out.mkdir(parents=True, exist_ok=True)
-    write_text(out / FILE, to_json({"differs": made.differs, **asdict(made)}, indent=2) + "\n")
-    try:
-        _draw(made, out / "survey.png")
-    except MissingPackage as error:
-        LOG.warning("no picture: %s", error)
-    return made
+            layers = {client: distances(statistics_in(own.arrays), network) for client, own in found.items()}
+        sites = {client: _site(running, [said], layers.get(client, {})) for client, said in answers.items()}
+        running.folder.write(FILE, asdict(Survey(_site(running, [*answers.values()], {}), sites)), indent=2)
+        return finished
 
 
-def _site(parts: Parts, answers: Sequence[Arrays], layers: Mapping[str, tuple[float, float, float]]) -> Site:
-    sums = np.stack([found["sums"] for found in answers], -1).swapaxes(0, 1)
-    counts = np.stack([found["counts"] for found in answers])
+def _problem(data: DataForm, like: Arrays, reply: Reply) -> str | None:
+    """Why a client's answer cannot be about any examples, or None."""
+    if problem := sums_problem(like, reply):
+        return problem
+    total, counts = reply.metrics[protocol.NUM_EXAMPLES], reply.arrays["counts"]
+    given = reply.arrays["sums"][0]
+    if total % 1 or total < max(1, given.max(initial=0) if len(data.shape) == 1 else 1):
+        return f"it has {total} examples, and up to {given.max(initial=0):g} values in a column"
+    known = counts[counts != HIDDEN]
+    hidden, rest = len(counts) - len(known), total - sum(known.tolist())
+    is_whole = data.task.form != "classes" or not len(counts) or (rest >= hidden if hidden else rest == 0)
+    if known.min(initial=0) < 0 or known.max(initial=0) > total or not is_whole:
+        return f"its numbers of examples by class are {shown(counts.tolist())}; it has {total} examples"
+    return None
+
+
+def _site(running: Running, answers: Sequence[Reply], layers: Mapping[str, tuple[float, float, float]]) -> Site:
+    sums = np.stack([found.arrays["sums"] for found in answers], -1).swapaxes(0, 1)
+    counts = np.stack([found.arrays["counts"] for found in answers])
+    total = int(sum(found.metrics[protocol.NUM_EXAMPLES] for found in answers))
     numbers = [None if (some == HIDDEN).any() else int(some.sum()) for some in counts.T]
-    data, categories, columns = parts.shape, parts.run.data.categories, parts.of_sites.get("inputs", ())
-    of_sites = [f"{name}={value}" if value else name for name in columns for value in categories.get(name, ("",))]
-    inputs = getattr(parts.dataset, "input_names", ()) or of_sites
-    if len(inputs) != data.normalised:  # of an array
-        inputs = [f"input {place}" for place in range(data.normalised)]
-    classes = getattr(parts.dataset, "class_names", ()) or parts.of_sites.get("classes", range(data.classes))
-    moments = dict(zip([*inputs, *map(str, classes)], map(moments_of, sums), strict=False))
-    return Site(int(counts[:, 0].sum()), moments, dict(zip(map(str, classes), numbers[1:], strict=False)), layers)
-
-
-def _draw(made: Survey, file: Path) -> None:
-    """How far each site is from all, by row of the table."""
-    from fedbn_flwr.results.report.figure import Plot
-    from fedbn_flwr.text import in_plot
-
-    apart = {client: made.apart(site) for client, site in made.sites.items()}
-    rows = [*next(iter(apart.values()))]
-    values = np.array([[own[row] for own in apart.values()] for row in rows]).reshape(len(rows), len(apart))
-    figure = Plot(figsize=(2.5 + 0.4 * min(len(apart), 40), 1.5 + 0.25 * min(len(rows), 60)))
-    axes = figure.add_subplot()
-    image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
-    axes.set_title("how far each client is from all together", loc="left", fontsize=9)
-    axes.set_xticks(range(len(apart)), [str(client) for client in apart])
-    axes.set_yticks(range(len(rows)), [in_plot(row) for row in rows])
-    axes.set_xlabel("client")
-    figure.colorbar(image, label="means in deviations, shares as they are, up to 1")
-    figure.write(file)
+    parts, of_sites = running.prepared, running.federation.schema
+    classes = getattr(parts.dataset, "class_names", ()) or of_sites.get("classes", range(parts.shape.classes))
+    moments = dict(zip([*column_names(running), *map(str, classes)], map(moments_of, sums), strict=False))
+    return Site(total, moments, dict(zip(map(str, classes), numbers, strict=False)), layers)

@@ -36,7 +36,7 @@ from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.reply import Reply, arrays_of, with_content
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import Round, Traits, Wrapper, frozen_roles
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
 from .noise import Change, KeysByPart, applied, change_of, clipped, epsilon_of, gaussian, parts_of
 
@@ -177,7 +177,7 @@ class Private(Wrapper):
         arrays = {key: mean[key] for key in release.keys}
         return [self._shown(reply, arrays) for reply in replies]
 
-    def notes(self) -> Json:
+    def notes(self) -> Tree:
         """Epsilon and delta of all releases so far; `not_accounted` lists further values that were released."""
         return {**super().notes(), "privacy": self._report()}
 
@@ -220,7 +220,7 @@ class Private(Wrapper):
             for partition in {known[node] for node in release.nodes}:
                 memory.spent[partition] = memory.spent.get(partition, 0.0) + release.cost
 
-    def _report(self) -> Json:
+    def _report(self) -> Tree:
         memory = self.memory
         # A client took part in the rounds with its partition, and perhaps in rounds whose clients are not all known,
         # such as unfinished ones.

@@ -26,11 +26,11 @@ from typing import Annotated, Any, NoReturn
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
 from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
-from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import LOG, RoundSkipped, RunFailed, SettingsError
+from fedbn_flwr.internals import ErrorCode
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, squared_distance
 from fedbn_flwr.messages.arrays import config_of, configs_in, pack, unpack, variance_keys
@@ -38,7 +38,7 @@ from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.reply import read_reply, reason_of, refusal, sent_model, with_config, with_content
 from fedbn_flwr.strategies import Round, Wrapper
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
 from . import client
 from .masking import (
@@ -80,7 +80,7 @@ _NEEDS = {
 
 
 class Secure(Wrapper):
-    """Any strategy that needs only the mean of the clients' replies; the server cannot read a single reply.
+    """Hide each client's reply from the server, around any strategy that needs only the mean of the replies.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class Secure(Wrapper):
         self.equal = frozenset(name for name, kind in self.traits.records.items() if kind == "equal")
         self._masked: MaskedRound | None = None
 
-    def notes(self) -> Json:
+    def notes(self) -> Tree:
         skipped = {"secure_skipped": self.memory.skipped} if self.memory.skipped else {}
         return {**super().notes(), "secure_threshold": self.threshold, **skipped}
 

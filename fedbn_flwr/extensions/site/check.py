@@ -6,7 +6,7 @@ import argparse
 import itertools
 from pathlib import Path
 
-from fedbn_flwr.commands.common import Commands, add_command, parse_pairs
+from fedbn_flwr.commands.common import Commands, add_command, loading, parse_pairs
 from fedbn_flwr.errors import install
 
 _NEXT = "\n" + " " * 28  # below what was found
@@ -43,9 +43,10 @@ def add(commands: Commands) -> None:
 def check(arguments: argparse.Namespace) -> int:
     from fedbn_flwr.experiment.file.layers import load_experiment
 
-    from . import needs
-
     experiment = load_experiment(arguments.experiment, arguments.overrides) if arguments.experiment else None
+    with loading():
+        from . import needs
+
     node = parse_pairs([arguments.node_config or ""], "--node-config")
     key, ca, address = arguments.auth_supernode_private_key, arguments.root_certificates, arguments.superlink
     folder = Path(str(node.get("state", ""))).expanduser()

@@ -37,8 +37,9 @@ def write(arguments: argparse.Namespace) -> None:
     with loading():
         from fedbn_flwr import named
         from fedbn_flwr.results.read.portable import export
+        from fedbn_flwr.results.text import printable
 
     with named.only(arguments.allow):
         folder, model = model_of(arguments)
         said = export(folder, model, arguments.out, arguments.format, fold=arguments.fold)
-    print("\n".join([*said, f"model: {arguments.out}"]))
+    print("\n".join([*map(printable, said), f"model: {arguments.out}"]))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.examples import Examples, Streamed, main_input
+from fedbn_flwr.data.examples import Examples, main_input
 from fedbn_flwr.errors import few
 from fedbn_flwr.results.report.tables import as_text
-from fedbn_flwr.text import columns_in_words
+from fedbn_flwr.results.text import columns_in_words
 
 _MOST = 100  # columns in the table
 _GAPS = 0.1  # share of missing values that is worth a warning
@@ -78,7 +78,5 @@ def _table(names: Sequence[str], values: Tensor, ranges: Mapping[str, tuple[floa
 
 def _copies(train: Examples, test: Examples) -> int:
     """The test examples with the inputs of a training example; none if training examples often agree."""
-    if isinstance(main_input(train.inputs), Streamed):  # more than the memory holds
-        return 0
     seen, asked = ([hash(row.tobytes()) for row in main_input(split.inputs).numpy()] for split in (train, test))
     return sum(map(set(seen).__contains__, asked)) if len(set(seen)) > len(seen) / 2 else 0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbn_flwr.commands.common import Commands, add_command, loading
+from fedbn_flwr.errors import SettingsError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,9 +72,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state", type=Path, metavar="DIR", help="the state folder of the site's node")
     parser.add_argument(
         "--client",
-        type=int,
         metavar="N",
-        help="the number of the client whose model this is; needed with --state if that has the states of several",
+        help="the client whose model this is, by its number or name; needed with --state if that has several clients",
     )
     parser.add_argument(
         "--allow",
@@ -86,7 +86,6 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def write(arguments: argparse.Namespace) -> None:
     from fedbn_flwr import named
-    from fedbn_flwr.errors import SettingsError
 
     if arguments.client is None and arguments.state is None:
         raise SettingsError(
@@ -100,7 +99,7 @@ def write(arguments: argparse.Namespace) -> None:
 
         from fedbn_flwr.storage import replacing
     content = save({key: value.contiguous() for key, value in model.state_dict().items()})
-    with replacing(arguments.out, mode=0o600) as file:  # the model reveals something about the site's data
+    with replacing(arguments.out) as file:
         file.write_bytes(content)
     print(f"model: {arguments.out}")
 
@@ -109,16 +108,20 @@ def predict(arguments: argparse.Namespace) -> None:
     with loading():
         from fedbn_flwr import named
         from fedbn_flwr.errors import needs
+        from fedbn_flwr.results.text import printable
+        from fedbn_flwr.results.units import in_units
         from fedbn_flwr.storage import replacing
 
         with needs("data", "fedbn predict"):
             from .predict import predictions, write_masks
 
     with named.only(arguments.allow):  # someone else may have written the run's folder
-        found = predictions(*model_of(arguments), arguments.data, arguments.id)
-    with replacing(arguments.out, mode=0o600) as file, file.open("w", newline="", encoding="utf-8") as stream:
+        folder, model = model_of(arguments)
+        in_units(model, folder.model_description().units)  # for as long as it lives
+        found = predictions(folder, model, arguments.data, arguments.id)
+    with replacing(arguments.out) as file, file.open("w", newline="", encoding="utf-8") as stream:
         csv.writer(stream).writerows([found.columns, *found.rows])
-    print("\n".join([*found.said, f"predictions: {arguments.out}"]))
+    print("\n".join([*map(printable, found.said), f"predictions: {arguments.out}"]))
     if found.masks:
         write_masks(found.masks, folder := arguments.out.with_name(f"{arguments.out.stem}-masks"))
         print(f"masks: {folder}, with the number of a class for each pixel")
@@ -127,26 +130,43 @@ def predict(arguments: argparse.Namespace) -> None:
 def model_of(arguments: argparse.Namespace) -> tuple[RunReader, nn.Module]:
     """Load the model that the options ask for, and print which one it is."""
     with loading():
-        from fedbn_flwr.results.read.trained import personal_model, site_model
+        from fedbn_flwr.results.read.trained import global_model, personal_model, site_model
         from fedbn_flwr.results.result import Result
+        from fedbn_flwr.results.text import printable
 
     result = Result.read(arguments.run, allow=arguments.allow)
-    if arguments.state is None and arguments.client is None:
-        model = result.model()
-        print(f"the global model of {result.label}")
+    label, client = printable(result.label), None
+    if arguments.client is not None:
+        client = _number_of(result.files, arguments.client)
+    if arguments.state is None and client is None:
+        model = global_model(result.files)
+        print(f"the global model of {label}")
         if result.summary.personal:
             print(
-                f"warning: with {result.label} each client has a model of its own, and the global model may predict "
+                f"warning: with {label} each client has a model of its own, and the global model may predict "
                 "badly; give --client N for a client's model, or --state DIR at a site",
                 file=sys.stderr,
             )
         return result.files, model
-    if arguments.state is None:
-        found = personal_model(result.files, arguments.client)
+    if client is not None and arguments.state is None:
+        found = personal_model(result.files, client)
     else:
-        found = site_model(result.files, arguments.state, arguments.client)
+        found = site_model(result.files, arguments.state, client)
     print(
-        f"the model of client {found.client}: {result.label} after round {found.round}, and {found.own} arrays of "
-        f"its own, of round {found.state_round}"
+        f"the model of client {result.files.name_of(found.client)}: {label} after round {found.round}, and {found.own} "
+        f"arrays of its own, of round {found.state_round}"
     )
     return result.files, found.network
+
+
+def _number_of(folder: RunReader, client: str) -> int:
+    """The number of a client that is given by its number or by its name."""
+    known = folder.partition()
+    names = known.clients if known else ()
+    if client in names:
+        return list(names).index(client)
+    if client.isdecimal():
+        return int(client)
+    raise SettingsError(
+        f"--client: there is no client {client!r}; give its number, or its name; {did_you_mean(client, names)}"
+    )

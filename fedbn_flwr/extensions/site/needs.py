@@ -30,18 +30,18 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.app import Context, RecordDict
-from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 
 from fedbn_flwr import __version__, named
-from fedbn_flwr.data.folders import check_rights
+from fedbn_flwr.data.disclosed import check_number
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.exchange.step import check_batch
 from fedbn_flwr.experiment.node import ClientParts, min_batch_of, own_training
 from fedbn_flwr.experiment.parts import choose_device, make_model
 from fedbn_flwr.experiment.prepare import make_rule, try_model
 from fedbn_flwr.experiment.settings import Experiment, Settings
+from fedbn_flwr.internals import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.storage import writing
+from fedbn_flwr.storage import check_rights, writing
 
 from .findings import describe, doubts
 
@@ -49,7 +49,7 @@ _TIMEOUT = 5  # seconds
 _LITTLE = 1e9  # bytes of a disk
 _SOON = 30  # days in which a certificate should be renewed
 _BEHIND = TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE  # seconds that a node's clock may be behind
-_RESTART = "docker compose restart superlink superexec-serverapp proxy"
+_RESTART = "docker compose restart proxy, and between two runs superlink superexec-serverapp"
 _NEW_KEY = "give the file node.key that deploy/keys.sh created for this site"
 
 
@@ -289,7 +289,7 @@ def _data_of_run(run: Settings, node: Config) -> Iterator[Check]:
             "exchange", "ok", f"batches of {examples} examples; at least {max(min_batch, parts.min_batch)} needed"
         )
     if parts.sends_sums:
-        parts.check_sums()
+        check_number(splits[0], parts.min_batch)
 
 
 def check_gpu(experiment: Experiment | None, node: Config) -> Iterator[Check]:

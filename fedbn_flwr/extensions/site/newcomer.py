@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.engines.metered import Traffic
+from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.experiment.file.layers import read_experiment
 from fedbn_flwr.experiment.parts import make_model
-from fedbn_flwr.experiment.prepare import make_rule
+from fedbn_flwr.experiment.settings import check_settings
 from fedbn_flwr.norms.distances import distances, statistics_in
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.norms.statistics import reestimate
+from fedbn_flwr.results.folder.files import read_text, write_text
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.report.tables import as_measured, as_text
@@ -64,8 +63,7 @@ def adapted(result: Result, new: Opened, tested: Opened) -> Adapted:
     state = model.state_dict()
     if Role.STATISTICS not in roles(state).values():
         raise UserError("the model tracks no statistics of batch norm, so there is nothing to adapt")
-    run = read_experiment(result.config).runs[0]
-    traits = make_rule(run).traits
+    traits = result.files.model_description().traits
     if Role.STATISTICS in traits.never_sent:
         raise UserError(
             "the run's clients never send their batch norm (global_norm: initial), so the run's model has none of the "
@@ -75,7 +73,7 @@ def adapted(result: Result, new: Opened, tested: Opened) -> Adapted:
     models = {way: copy.deepcopy(model) for way in WAYS}
     models["batch"].load_state_dict(statistics, strict=False)
     if kept := traits.local_keys(state):  # a new client begins with them newly built: with FedBN those in batch norm
-        initial = make_model(run, new.data).state_dict()
+        initial = make_model(check_settings(result.config), new.data).state_dict()
         models["own"].load_state_dict({key: initial[key] for key in kept}, strict=False)
     known, changed = tested.labelled, dict[str, float]()
     values = {way: measured(each, tested)[main.name] for way, each in models.items() if known.num_examples}
@@ -93,7 +91,7 @@ def adapted(result: Result, new: Opened, tested: Opened) -> Adapted:
         found, mean = (as_measured(main, [values[way]]) for way in ("batch", "mean"))
         warnings.append(
             f"adapting doesn't help on these labels: the {main.title} is {found} with the site's statistics and {mean} "
-            "with the mean of the sites; use --use mean"
+            "with the mean of the sites; --use mean writes the model with the mean"
         )
     return Adapted(main, models, values, changed, distances(after, before), warnings)
 
@@ -118,8 +116,8 @@ def write(result: Result, model: nn.Module, way: str, out: Path) -> None:
     """A run folder with this model, which `predict` and `export` take, without the history of another model."""
     out.mkdir(parents=True, mode=0o700)
     for name in _FILES:
-        if (file := result.folder / name).exists():
-            shutil.copy(file, out / name)
+        if (text := read_text(result.folder / name)) is not None:
+            write_text(out / name, text)
     folder, state = RunFolder(out), model.state_dict()
     folder.write_summary(
         replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,21 +23,22 @@ from fedbn_flwr.client.evaluation import evaluate, metric_inputs
 from fedbn_flwr.client.losses import logits_of
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.catalogue import CATALOGUE
-from fedbn_flwr.data.columns import counts, of_series, open_examples, read
+from fedbn_flwr.data.columns import of_series, read
 from fedbn_flwr.data.dataset import DataSet
-from fedbn_flwr.data.folders import check_rights, open_new, open_splits
-from fedbn_flwr.data.load import KEY, load
-from fedbn_flwr.data.source import Source
+from fedbn_flwr.data.folders import has_splits, open_new, open_splits
+from fedbn_flwr.data.load import KEY
 from fedbn_flwr.data.table import Table
-from fedbn_flwr.errors import UserError, few
-from fedbn_flwr.experiment.file.layers import read_experiment
-from fedbn_flwr.experiment.settings import Data
+from fedbn_flwr.errors import UserError, error_if, few
+from fedbn_flwr.experiment.data import at_site, load_data
+from fedbn_flwr.experiment.settings import Data, check_settings
+from fedbn_flwr.results.folder.description import Description
 from fedbn_flwr.results.folder.reader import RunReader
-from fedbn_flwr.storage import replacing
+from fedbn_flwr.storage import check_rights, replacing
 from fedbn_flwr.tasks import CLASSIFICATION, SEGMENTATION, TASKS, Task, title_of
-from fedbn_flwr.trees import Json
 
 Part = Literal["train", "test"]
+_NOT_FINITE = "the model's outputs are not finite (NaN or infinite)"
+_NO_NUMBERS = {"string": "texts", "bool": "true and false"}
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Opened:
     """New data, as the model of a run reads them."""
 
     task: Task
-    described: Json
-    source: Source
+    described: Description
+    source: Data
     table: Table
     data: DataSet  # its training examples are all that were read
     there: Tensor  # the places of the examples that training would not leave out
@@ -64,24 +66,32 @@ class Opened:
 
 def opened(folder: RunReader, path: Path, ident: str | None = None, part: Part = "test") -> Opened:
     """This part of a folder that a site trains on; otherwise all rows of a table, or images of a folder."""
-    check_rights(path := path.expanduser())
-    if not path.exists():
+    if not (path := path.expanduser()).exists():
         raise UserError(f"--data {str(path)!r}: there is no such file or folder")
-    run, summary = read_experiment(folder.config()).runs[0], folder.summary()
+    run, summary, model = check_settings(folder.config()), folder.summary(), folder.model_description()
     task = TASKS[summary.task] if summary and summary.task else CLASSIFICATION
-    if not task.form:
-        raise UserError(f"the run is for {task.name}; expected one that predicts classes, labels, numbers or masks")
-    described = folder.model_description()
-    source = _source(run.source, described, task, path)
-    table, data, said = _opened(run.source, source, described, path, ident, part)
-    examples, missing = data.train, torch.zeros(len(data.train), dtype=torch.bool)
+    error_if(
+        not task.form,
+        f"the run is for {task.name}; expected one that predicts classes, labels, numbers or masks",
+    )
+    source, said = _settings(run.source, model, task, path), list[str]()
+    if named.is_name(run.data.name) and path.is_dir() and named.accepted(named.load(KEY, run.data.name), {"root": 0}):
+        error_if(
+            ident is not None,
+            f"--id {ident!r}: {run.data.name!r} reads the folder, and names no columns; leave it out",
+        )
+        table, data = Table(pa.table({}), (0,)), load_data(at_site(run.source, str(path)), "cpu")
+        data = replace(data, train=getattr(data, part))
+    else:
+        table, data, said = _read(source, model, path, ident, part)
+    found, missing = data.train, torch.zeros(len(data.train), dtype=torch.bool)
     if source.missing == "drop":
-        absent = [some.isnan().reshape(len(some), -1).any(1) for some in tensors(examples.inputs)]
+        absent = [some.isnan().reshape(len(some), -1).any(1) for some in tensors(found.inputs)]
         missing = torch.stack(absent).any(0)
-    there, targets = (~missing).nonzero()[:, 0], first(examples.targets)
+    there, targets = (~missing).nonzero()[:, 0], first(found.targets)
     known = ~(targets.isnan() if targets.is_floating_point() else targets < 0).reshape(len(targets), -1).any(1)
-    batches = partial(TestBatches, examples, folder.moments(), run.evaluate.batch_size)
-    return Opened(task, described, source, table, data, there, batches(there), batches(there[known[there]]), said)
+    batches = partial(TestBatches, found, model.normalise.moments, run.evaluate.batch_size)
+    return Opened(task, model, source, table, data, there, batches(there), batches(there[known[there]]), said)
 
 
 def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | None = None) -> Predictions:
@@ -92,7 +102,7 @@ def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | No
     new = opened(folder, path := path.expanduser(), ident)
     task, described, source, table, data = new.task, new.described, new.source, new.table, new.data
     examples, missing = data.train, len(data.train) - len(new.there)
-    names, labels = described["classes"] or data.class_names, labels_of(data)
+    names, labels = described.classes or data.class_names, labels_of(data)
     assert examples.rows is not None, "examples of a table have rows"
     masks = dict[str, Tensor]()
     if task is SEGMENTATION:
@@ -103,13 +113,15 @@ def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | No
     else:
         made = {}
         for place, values in zip(new.there.tolist(), itertools.chain(*_outputs(model, new.batches, task)), strict=True):
+            if not values.isfinite().all():
+                continue
             best = [names[int(values.argmax())]] if task.form == "classes" else []
             made[place] = [*best, *(f"{value:.6g}" for value in values.tolist())]
     columns: dict[str, Sequence[object]] = {"row": examples.rows.tolist()}
     if images := [name for name in data.types if name in table.names and table.kind(name) == "Image"]:
         columns["file"] = [_file_name(table.columns[images[0]][row].as_py(), path) for row in examples.rows.tolist()]
     if source.series is not None:
-        columns[source.series] = of_series(source, table)[0].columns[source.series].to_pylist()
+        columns[source.series] = of_series(source, table)[1].columns[source.series].to_pylist()
     elif ident is not None:
         columns[ident] = table.columns[ident].take(examples.rows.numpy()).to_pylist()
     said = [f"{path}: {len(examples)} examples", *new.said]
@@ -125,6 +137,8 @@ def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | No
         said.append(f"{', '.join(shown)}: {new.labelled.num_examples} masks")
     if missing:
         said.append(f"without a prediction: {missing} examples, which lack an input (data.missing is drop)")
+    if wrong := len(new.there) - len(made):
+        said.append(f"without a prediction: {wrong} examples, for which {_NOT_FINITE}")
     words = "probability " if task.form != "numbers" else ""
     scored = [*(["prediction"] if task.form == "classes" else []), *(words + name for name in names)]
     blank = [""] * len(scored)
@@ -135,103 +149,74 @@ def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | No
 def write_masks(masks: Mapping[str, Tensor], folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     for name, mask in masks.items():
-        with replacing(folder / name, mode=0o600) as file, file.open("wb") as stream:
+        with replacing(folder / name) as file, file.open("wb") as stream:
             if name.endswith("png"):
                 Image.fromarray(mask.numpy()).save(stream, "png")
             else:
                 np.save(stream, mask.numpy())
 
 
-def _source(data: Data, described: Json, task: Task, path: Path) -> Source:
+def _settings(data: Data, model: Description, task: Task, path: Path) -> Data:
     """How to read new data: the columns of model.json by their names, and the classes of the run."""
-    names = tuple(described["classes"] or map(str, range(data.classes or 0)))
-    entry, shape = CATALOGUE.get(data.name), described["build"]["input_shape"]
-    inputs = tuple(described.get("inputs", ())) or data.inputs
+    names = (model.classes or tuple(map(str, range(data.classes or 0)))) if task.form == "classes" else ()
+    entry, shape = CATALOGUE.get(data.name), model.build.input_shape
     changes = {
-        "name": str(path),
-        "inputs": inputs,
-        "label": tuple(described.get("label", ())) or data.label or ("label",),
+        "inputs": model.inputs or data.inputs,
+        "label": model.label or data.label or ("label",),
         "task": task.name,
-        "class_names": names if task.form == "classes" else (),
+        "class_names": names,
         "channels": shape[0] if len(shape) == 3 else None,
         "size": data.size or (entry.size if entry else None),
         "fit": data.fit or (entry.fit if entry else None),
+        **dict.fromkeys(("domain", "group")),
     }
-    kept = {"series", "time", "window", "categories", "ranges", "missing", "shape", "tokens", "train", "test"}
-    return Source(**(data.model_dump(include=kept) | changes))
+    return at_site(data.model_copy(update={"name": str(path)}), str(path)).model_copy(update=changes)
 
 
-def _opened(
-    data: Data, source: Source, described: Json, path: Path, ident: str | None, part: Part
+def _read(
+    source: Data, model: Description, path: Path, ident: str | None, part: Part
 ) -> tuple[Table, DataSet, list[str]]:
-    """The table, its examples, and what is ignored. A folder is read by the run's own reader, if it takes one."""
-    if named.is_name(data.name) and path.is_dir() and named.accepted(named.load(KEY, data.name), {"root": None}):
-        if ident is not None:
-            raise UserError(f"--id {ident!r}: {data.name!r} reads the folder, and names no columns; leave it out")
-        found = load(data.model_copy(update={"root": str(path)}))
-        found = found.standardised() if data.normalise == "own" else found
-        return Table(pa.table({}), (0,)), replace(found, train=getattr(found, part)), []
-    is_site = path.is_dir() and any(path.glob(f"{source.train or 'train'}*"))
-    if is_site:
-        whole, _ = open_splits(source, path, None)
-        table = whole.of("train" if source.held_out else part)
-    else:
-        table = open_new(source, path)
-    said = _checked(table, source, described, path, ident)
-    if data.normalise == "own" and not is_site:
-        raise UserError(
-            f"the run normalises each site's data by their own mean and deviation; give --data the site's folder, in "
-            f"which {source.train or 'train'}* are the examples that it trains on"
-        )
-    if is_site and (source.held_out or data.normalise == "own"):
-        found = read(source, whole)
-        found = found.standardised() if data.normalise == "own" else found
-        return table, replace(found, train=getattr(found, part)), said
-    there = [label for label in source.label if label in table.names]
-    absent = pa.nulls(len(table), pa.string() if source.class_names else pa.float64())
-    if source.task == SEGMENTATION.name and not any(map(table.is_array, there)):  # no masks
-        source = source.model_copy(update={"task": CLASSIFICATION.name})
-        table = table.with_columns(dict.fromkeys(source.label, absent))
-    table = table.with_columns({label: absent for label in source.label if label not in there})
-    _, opened, _, decoded = open_examples(source.model_copy(update={"test": None}), table)
-    gaps = counts(opened.train.inputs, torch.isnan, opened.input_names)
-    if gaps and not source.missing:
-        raise UserError(
-            f"{str(path)!r}: of the {len(table)} rows of the file some have no value (NaN or null) in {gaps}; fill "
-            "them in, or leave out these rows: the run was trained without data.missing"
-        )
-    found = decoded(opened)
-    shape, wanted = list(found.shape), list(described["build"]["input_shape"])
-    if shape != wanted and (len(shape) != len(wanted) or shape[0] != wanted[0] or len(shape) == 1):
-        raise UserError(
-            f"{str(path)!r} has inputs of shape {shape}, but the model takes {wanted}"
-            + ("; convert the images to greyscale" if wanted[:1] == [1] and shape[:1] == [3] else "")
-        )
-    return table, found, said
+    """The table, its examples, which are all training examples, and what is ignored."""
+    check_rights(path)
+    is_site = has_splits(source, path)
+    table = open_splits(source, path, None)[0] if is_site else open_new(source, path)
+    said = _checked(table, source, model, path, ident)
+    error_if(
+        source.normalise == "own" and not is_site,
+        f"the run normalises each site's data by their own mean and deviation; give --data the site's folder, in "
+        f"which {source.train or 'train'}* are the examples that it trains on",
+    )
+    found = read(source, table, trains=is_site and source.held_out is not None)
+    found = found.standardised() if source.normalise == "own" else found
+    shape, wanted = list(found.shape), list(model.build.input_shape)
+    error_if(
+        shape != wanted and (len(shape) != len(wanted) or shape[0] != wanted[0] or len(shape) == 1),
+        f"{str(path)!r} has inputs of shape {shape}, but the model takes {wanted}"
+        + ("; convert the images to greyscale" if wanted[:1] == [1] and shape[:1] == [3] else ""),
+    )
+    table = table.of(part) if len(table.counts) > 1 else table
+    return table, replace(found, train=getattr(found, part) if is_site else found.train), said
 
 
-def _checked(table: Table, source: Source, described: Json, path: Path, ident: str | None) -> list[str]:
-    """Raise an error for columns that the model needs and the table lacks; say which columns are ignored."""
-    there = f"; its columns: {table}"
-    if ident is not None and ident not in table.names:
-        raise UserError(f"--id {ident!r} is not a column of {str(path)!r}{there}")
-    inputs = dict(zip(described.get("inputs", ()), described.get("types", ()), strict=True))
-    needed, known = [*(inputs or source.inputs), *filter(None, (source.series, source.time))], {*table.names}
-    if absent := [name for name in needed if name not in known]:
-        raise UserError(
-            f"{str(path)!r} has no column {few(map(repr, absent), 8)}; the model needs {few(needed, 20)}{there}"
+def _checked(table: Table, source: Data, model: Description, path: Path, ident: str | None) -> list[str]:
+    """Raise an error for columns that have another kind of value than the model's; say which columns are ignored."""
+    error_if(
+        ident is not None and ident not in table.names,
+        f"--id {ident!r} is not a column of {str(path)!r}; its columns: {table}",
+    )
+    for name, kind in zip(model.inputs, model.types, strict=True):
+        found = table.kind(name) if name in table.names else kind
+        error_if(
+            found in _NO_NUMBERS and kind.startswith(("int", "uint", "float", "decimal")),
+            f"{str(path)!r}: the column {name!r} has {_NO_NUMBERS.get(found)}; the model was trained on numbers in it",
         )
-    for name, kind in inputs.items():
-        if table.is_text(name) and not kind.endswith("string") and kind != "Image":
-            raise UserError(f"{str(path)!r}: the column {name!r} has texts; the model was trained on numbers in it")
-    if source.series is not None and ident not in (None, source.series):
-        raise UserError(f"--id {ident!r}: predictions are of series, so they have {source.series!r}; leave it out")
-    used = {*needed, *source.label, ident}
-    if not (inputs or source.inputs):  # of a run folder without names, whose settings name none either
-        return []
-    if ignored := [name or "a column without name" for name in table.names if name not in used]:
-        return [f"ignored, since the model has no such inputs: {few(ignored, 20)}"]
-    return []
+    error_if(
+        source.series is not None and ident not in (None, source.series),
+        f"--id {ident!r}: predictions are of series, so they have {source.series!r}; leave it out",
+    )
+    used = {*source.inputs, *source.label, source.series, source.time, ident}
+    ignored = [name or "a column without name" for name in table.names if name not in used] if source.inputs else []
+    return [f"ignored, since the model has no such inputs: {few(ignored, 20)}"] if ignored else []
 
 
 def _file_name(file: Mapping[str, str | None], path: Path) -> str:
@@ -250,20 +235,31 @@ def labels_of(data: DataSet) -> list[str]:
 def measured(model: nn.Module, new: Opened, more: Sequence[str] = ()) -> Mapping[str, float]:
     """The metrics of the task, and these, on the examples whose label is known."""
     found = evaluate(model, new.labelled, lambda *_: torch.zeros(()), torch.device("cpu"), more, task=new.task)
+    error_if(
+        not all(map(math.isfinite, found.values())),
+        f"there are examples for which {_NOT_FINITE}",
+    )
     return {key.replace("-", "_"): value for key, value in found.items()}
 
 
 def classes_of(model: nn.Module, new: Opened) -> Tensor:
     """The class of each example of `there`, or of each of its pixels."""
-    found = [scores.argmax(1) for scores in _outputs(model, new.batches, new.task)]
-    return torch.cat(found) if found else torch.empty(0)
+    scores = torch.cat([*_outputs(model, new.batches, new.task)] or [torch.zeros(0, 1)])
+    error_if(
+        not scores.isfinite().all(),
+        f"there are examples for which {_NOT_FINITE}",
+    )
+    return scores.argmax(1)
 
 
 @torch.no_grad()
 def _outputs(model: nn.Module, batches: TestBatches, task: Task) -> Iterator[Tensor]:
     """The outputs: probabilities of classes or labels, or numbers."""
     for inputs, _ in batches:
-        outputs = logits_of(model(inputs))
+        try:
+            outputs = logits_of(model(inputs))
+        except (RuntimeError, ValueError, TypeError) as error:  # of the network, which may be the user's
+            raise UserError(f"the model fails on these inputs ({named.in_a_line(error)})") from None
         pixels = getattr(outputs, "shape", ())[2:]
         like = torch.zeros(count(inputs), *pixels, dtype=torch.int64) if task.form == "classes" else outputs
         if (found := metric_inputs(task, outputs, like)) is None:

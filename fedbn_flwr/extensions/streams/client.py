@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -22,7 +21,7 @@ from fedbn_flwr.exchange.codec import (
     agreement_to_records,
     contribution_to_records,
 )
-from fedbn_flwr.messages.gate import checked_content
+from fedbn_flwr.messages.gate import gated_content
 from fedbn_flwr.messages.serialization import dump, parse
 
 CONTRIBUTE = "/fedbn.Exchange/Exchange"  # a contribution, answered by the agreement
@@ -61,7 +60,7 @@ def from_bytes(data: bytes) -> RecordDict:
         content = parse(data, RecordDict)
     except ValueError:
         raise MessageError("its bytes are not records") from None
-    return checked_content(content)
+    return gated_content(content)
 
 
 class Streams(ClientRule):
@@ -85,7 +84,7 @@ class Streams(ClientRule):
             )  # fmt: skip
         except KeyError as error:
             raise MessageError(f"the message has {DIRECT!r} but no {error.args[0]!r}") from None
-        local.layerwise = replace(local.layerwise, exchange=local.resources.enter_context(called))
+        local.exchange = local.resources.enter_context(called)
 
 
 @contextlib.contextmanager

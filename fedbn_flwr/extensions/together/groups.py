@@ -120,15 +120,14 @@ class Row:
 
 
 @torch.no_grad()
-def row_of(training: Training) -> Row | str:
-    """The round as a row, with its batches loaded, or why its client must train alone."""
-    if isinstance(network := network_for(training), str):
-        return network
+def row_of(training: Training) -> Row:
+    """The round as a row, with its batches loaded; NotImplementedError says why its client must train alone."""
+    network = network_for(training)
     with seeding.streams(training.seed, training.device):
-        batches = [*training.batches]
+        batches = [*training.batches()]
     kinds = set(map(type, itertools.chain.from_iterable(batches)))
     if not kinds or not all(issubclass(kind, Tensor) for kind in kinds):
-        return "it has no batches, or their inputs or targets are several tensors"
+        raise NotImplementedError("it has no batches, or their inputs or targets are several tensors")
     if batches[0][0].device != training.device:
         batches = [(x.to(training.device), y.to(training.device)) for x, y in batches]
     if isinstance(step := training.first_step, LayerwiseStep):
@@ -136,34 +135,29 @@ def row_of(training: Training) -> Row | str:
     return Row(training, network, {name: tensor.clone() for name, tensor in network.tensors().items()}, batches)
 
 
-def network_for(training: Training) -> Network | str:
-    """The network of a round, or why its client must train alone."""
+def network_for(training: Training) -> Network:
+    """The network of a round; NotImplementedError says why its client must train alone, as far as it shows now."""
     gradient, optimizer = training.gradient, training.optimizer.torch
     if isinstance(gradient, functools.partial) and not any(gradient.keywords.values()):
         gradient = gradient.func
     if gradient is not backpropagate:
-        return "its passes are compiled, or computed in another precision"
+        raise NotImplementedError("its passes are compiled, or computed in another precision")
     if training.first_step is not None and not (
         isinstance(training.first_step, LayerwiseStep)
         and training.first_step.exchange is no_exchange
         and training.device.type == "cpu"
     ):
-        return "the first step of a round exchanges statistics"
+        raise NotImplementedError("the first step of a round exchanges statistics")
     groups = optimizer.param_groups
     if any(rule.trains_alone for rule in training.rules):
-        return "a client rule has a loss of its own, or changes the model"
+        raise NotImplementedError("a client rule has a loss of its own, or changes the model")
     if type(optimizer) not in (SGD, torch.optim.SGD) or len(groups) > 1:
-        return f"the optimiser is {type(optimizer).__name__}"
+        raise NotImplementedError(f"the optimiser is {type(optimizer).__name__}")
     if groups[0]["dampening"] or groups[0]["maximize"]:
-        return "the optimiser has dampening or maximize"
+        raise NotImplementedError("the optimiser has dampening or maximize")
     if not training.optimizer.parameters:
-        return "no parameter trains"
+        raise NotImplementedError("no parameter trains")
     return network_of(training.model)
-
-
-def problem(training: Training) -> str | None:
-    """Why this client must train alone, as far as it shows before its batches are loaded, or None."""
-    return network if isinstance(network := network_for(training), str) else None
 
 
 def train_rows(rows: Sequence[Row]) -> None:
@@ -303,7 +297,7 @@ class _Group:
         g = {name: value.grad for name, value in w.items() if value.grad is not None}
         for number in self.adjusting:
             rule, memo = self.training.rules[number], memos[number]
-            if rule.elementwise:
+            if is_elementwise(type(rule)):
                 rule.adjust(w, g, memo)
             else:
                 for own, row in enumerate(self.rows[place]):
@@ -312,6 +306,12 @@ class _Group:
             _clip([*g.values()], most)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def is_elementwise(kind: type[ClientRule]) -> bool:
+    """Whether the class says so that has the rule's `adjust`, or a class derived from that."""
+    own = next(vars(cls) for cls in kind.__mro__ if {"elementwise", "adjust"} & vars(cls).keys())
+    return bool(own.get("elementwise"))
 
 
 def _stacked(rows: Sequence[Tensors]) -> dict[str, Tensor]:

@@ -6,24 +6,21 @@ from separate ones only in their training: mods and methods that a subclass over
 model, as they do in an experiment. Nested calls take no time; a thread for each client would take about 0.3 ms.
 
 In a round with exchanges these calls are in one thread, which is parked between two exchanges with all clients.
-Messages and exchanges have the same content as for clients that are parked one by one, so server and strategy need not
-know. If the clients cannot train at once, or their training fails, each is parked by itself, up to the exchange where
-they were.
+Messages have the same content as for clients that are parked one by one, so server and strategy need not know. If the
+clients cannot train at once, or their training fails, each answers the round's messages again by itself.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from flwr.app import Error, Message, MessageType
-from flwr.common.constant import ErrorCode
+from flwr.app import Error, Message, MessageType, RecordDict
 
 from fedbn_flwr.client.layerwise import Session
 from fedbn_flwr.client.training import TRAINER, Trained, Training, train
-from fedbn_flwr.engines.capabilities import ContinuesParked, OnReply
+from fedbn_flwr.engines.capabilities import OnReply
 from fedbn_flwr.engines.pool import Nodes, Pool
 from fedbn_flwr.errors import log_once
 from fedbn_flwr.exchange.codec import Agreement, Contribution, agreement_from_records, contribution_to_records
@@ -34,13 +31,12 @@ from fedbn_flwr.messages.reply import other_arrays, with_config
 
 from .groups import Row, leave_alone, row_of, train_exchanging, train_rows
 
-if TYPE_CHECKING:
-    from fedbn_flwr.exchange.carriers import Answers
-
 _MOST = 100  # clients at a time, since their calls are nested
 _CALLS = 50  # nested calls for each client, at most
 
-Contributions = Mapping[int, Contribution]  # by node
+# By node.
+Messages = Mapping[int, Message]
+Contents = Mapping[int, RecordDict | Error]
 
 
 class _Nested:
@@ -68,8 +64,10 @@ class _Nested:
 
     def _train(self, training: Training) -> Trained:
         """Train this round, as a `Trainer`: the rounds of the other messages are loaded first."""
-        if isinstance(own := row_of(training), str):
-            log_once(f"engine.together has no effect, clients train one after another: {own}")
+        try:
+            own = row_of(training)
+        except NotImplementedError as error:
+            log_once(f"engine.together has no effect, clients train one after another: {error}")
             return train(training)
         self._rows.append(own)
         self._answer_rest()
@@ -81,29 +79,41 @@ class _Nested:
         return own.finished()
 
 
-class Cohort(Session[Contributions, Mapping[int, Message]]):
+class Cohort(Session[Contents, Messages]):
     """A round with exchanges of several clients, whose work is parked in one thread. The result is their replies."""
 
     def __init__(self, nodes: Nodes, queries: Sequence[Message]) -> None:
         super().__init__(self._answer)
-        self.nodes, self.queries = nodes, {query.metadata.dst_node_id: query for query in queries}
-        self.agreements: list[Agreement] = []  # of the exchanges that have ended
-        self._last: Mapping[int, Message] = {}  # the train messages that end the round, by node
+        self.nodes, self.queries = nodes, _by_node(queries)
+        self._asked: list[Messages] = [self.queries]  # the round's messages so far
+        self._last: Messages = {}  # the train messages, which end the round
         self._trained = False
 
-    def finish(self, messages: Mapping[int, Message]) -> Mapping[int, Message] | None:
-        """The replies to the round's train messages, by node; None if the clients cannot train together."""
-        self._last = messages
-        self.advance(agreement_from_records(next(iter(messages.values())).content))
-        return {node: self.result.result()[node] for node in messages} if self._trained else None
+    def proceed(self, messages: Messages) -> Contents:
+        """The contents of the replies to the next messages."""
+        self._asked.append(messages)
+        message = next(iter(messages.values()))
+        if message.metadata.message_type == MessageType.TRAIN:
+            self._last = messages
+        if (contributions := self.advance(agreement_from_records(message.content))) is not None:
+            return contributions
+        replies = self.result.result() if self._trained else {node: self._alone(node) for node in messages}
+        return {node: reply.error if (reply := replies[node]).has_error() else reply.content for node in messages}
 
-    def _answer(self, exchange: Callable[[Contributions], Agreement]) -> Mapping[int, Message]:
+    def _alone(self, node: int) -> Message:
+        """The reply of a client that answers all messages of the round by itself, up to its first error."""
+        for messages in self._asked:
+            if (reply := self.nodes.answer(messages[node])).has_error():
+                break
+        return reply
+
+    def _answer(self, exchange: Callable[[Contents], Agreement]) -> Messages:
         """Answer all clients; in their training `exchange` waits for agreements."""
         messages = [_train_message(query) for query in self.queries.values()]
         replies = _Nested(self.nodes, messages, functools.partial(self._train, exchange)).answer()
         return {reply.metadata.src_node_id: reply for reply in replies}
 
-    def _train(self, exchange: Callable[[Contributions], Agreement], rows: Sequence[Row]) -> None:
+    def _train(self, exchange: Callable[[Contents], Agreement], rows: Sequence[Row]) -> None:
         if len(rows) < len(self.queries):
             return  # some cannot train at once, or have failed
         node_of = dict(zip(rows, self.queries, strict=True))  # rounds wait in the order of their messages
@@ -119,11 +129,11 @@ class Cohort(Session[Contributions, Mapping[int, Message]]):
 
     def _ask(
         self,
-        exchange: Callable[[Contributions], Agreement],
+        exchange: Callable[[Contents], Agreement],
         node_of: Mapping[Row, int],
         contributions: Mapping[Row, Contribution],
     ) -> Agreement:
-        agreement = exchange({node_of[each]: contribution for each, contribution in contributions.items()})
+        agreement = exchange({node_of[each]: contribution_to_records(sent) for each, sent in contributions.items()})
         for each, node in node_of.items():
             if node in self._last:  # the train messages bring the last agreement, and records for the rules
                 each.training.records.update(other_arrays(self._last[node].content))
@@ -142,14 +152,10 @@ class TogetherPool(Pool):
         step = config_of(messages[0].content).get(protocol.EXCHANGE_STEP) if messages else None
         if step == 0:
             self._begin(messages)
-        elif not step or not self._cohorts:  # an ordinary round, or clients that are parked one by one
-            self._answer(messages)
-        elif messages[0].metadata.message_type == MessageType.TRAIN:
-            self._finish(messages)
+        elif step:
+            self._proceed(messages)
         else:
-            agreement = agreement_from_records(messages[0].content)
-            nodes = [message.metadata.dst_node_id for message in messages]
-            self._reply(messages, self.continue_parked(nodes, agreement, 0))
+            self._answer(messages)
 
     def _at_once(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
         for start in range(0, len(messages), self._most):
@@ -169,63 +175,37 @@ class TogetherPool(Pool):
                 self._answer(some)
             else:
                 self._cohorts.append(cohort)
-                self._reply(some, contributions)
+                self._reply(cohort.queries, contributions)
 
-    def continue_parked(self, nodes: Sequence[int], agreement: Agreement, timeout: float) -> Answers:
-        answers = dict[int, Contribution | str]()
-        for cohort in [*self._cohorts]:
-            asked = [node for node in nodes if node in cohort.queries]
-            if (contributions := cohort.advance(agreement)) is not None:
-                cohort.agreements.append(agreement)
-                answers.update((node, contributions[node]) for node in asked)
-            else:
-                self._cohorts.remove(cohort)
-                failed = self._park_each(cohort, asked)
-                answers.update((node, str(reply.error.reason)) for node, reply in failed.items())
-        others = [node for node in nodes if node not in answers]
-        return {**answers, **super().continue_parked(others, agreement, timeout)}
-
-    def _finish(self, messages: Sequence[Message]) -> None:
-        replies = dict[int, Message]()
-        while self._cohorts:
-            cohort = self._cohorts.pop()
-            asked = {node: each for each in messages if (node := each.metadata.dst_node_id) in cohort.queries}
-            if asked:
-                replies |= cohort.finish(asked) or self._park_each(cohort, asked)
-            else:
+    def _proceed(self, messages: Sequence[Message]) -> None:
+        """Continue rounds up to their next exchange, or their end."""
+        asked, cohorts = _by_node(messages), self._cohorts
+        self._cohorts = []
+        for cohort in cohorts:
+            if some := {node: asked.pop(node) for node in cohort.queries if node in asked}:
+                self._reply(some, cohort.proceed(some))
+                self._cohorts += [] if cohort.result.done() else [cohort]
+            else:  # all of its clients were left out
                 cohort.abandon()
-        self._answer([message for message in messages if message.metadata.dst_node_id not in replies])
-        for message in messages:
-            if (reply := replies.get(message.metadata.dst_node_id)) is not None:
-                content = reply.error if reply.has_error() else reply.content
-                self.on_reply(Message(content, reply_to=message))
+        self._answer([*asked.values()])  # of clients that are parked one by one
 
-    def _park_each(self, cohort: Cohort, nodes: Iterable[int]) -> Mapping[int, Message]:
-        """Park each client by itself at the exchange where the cohort was, and return the errors of those that fail."""
-        replies = {node: self.nodes.answer(cohort.queries[node]) for node in nodes}
-        for agreement in cohort.agreements:
-            self.nodes.continue_parked([*nodes], agreement)
-        return {node: reply for node, reply in replies.items() if reply.has_error()}
-
-    def _reply(self, messages: Sequence[Message], answers: Answers) -> None:
-        for message in messages:
-            answer = answers[message.metadata.dst_node_id]
-            content = (
-                Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, answer)
-                if isinstance(answer, str)
-                else contribution_to_records(answer)
-            )
-            self.on_reply(Message(content, reply_to=message))
+    def _reply(self, messages: Messages, contents: Contents) -> None:
+        for node, message in messages.items():
+            self.on_reply(Message(contents[node], reply_to=message))
 
     def close(self) -> None:
         while self._cohorts:
             self._cohorts.pop().abandon()
 
 
+def _by_node(messages: Sequence[Message]) -> dict[int, Message]:
+    return {message.metadata.dst_node_id: message for message in messages}
+
+
 def _has_mods(nodes: Nodes, message: Message) -> bool:
     """Whether a mod must see each exchange, or the train message at the end of the round."""
     config = config_of(message.content)
-    return not (isinstance(nodes.client_app, ContinuesParked) and declared("client_mods").keys().isdisjoint(config))
+    return getattr(nodes.client_app, "query_mods", True) or not declared("client_mods").keys().isdisjoint(config)
 
 
 def _train_message(query: Message) -> Message:

@@ -146,14 +146,14 @@ def _works_in_place(node: fx.Node, module: object) -> bool:
 
 
 _HOOKS = "a module or a parameter has hooks"
-_known: WeakKeyDictionary[nn.Module, Network | str] = WeakKeyDictionary()
+_known: WeakKeyDictionary[nn.Module, Network | str] = WeakKeyDictionary()  # or why there is none
 
 
-def network_of(model: nn.Module) -> Network | str:
-    """The model for several clients at once, or the reason why there is none: a part that may mix clients."""
+def network_of(model: nn.Module) -> Network:
+    """The model for several clients at once; NotImplementedError says why there is none: a part may mix clients."""
     if (network := _known.get(model)) is None:
         if any(hook_places(model)):
-            return _HOOKS
+            raise NotImplementedError(_HOOKS)
         try:
             network = Network(model)
         except NotImplementedError as error:
@@ -161,4 +161,6 @@ def network_of(model: nn.Module) -> Network | str:
         except Exception:  # PyTorch's tracer raises many kinds of errors for models with control flow
             network = "its forward has control flow or other code that PyTorch cannot trace"
         _known[model] = network
-    return _HOOKS if isinstance(network, Network) and network.has_hooks() else network
+    if isinstance(network, str) or network.has_hooks():
+        raise NotImplementedError(network if isinstance(network, str) else _HOOKS)
+    return network

@@ -11,4 +11,5 @@ model.safetensors   the global model; model-best.safetensors has the model of th
 model.json          how to build the network and to normalise its examples
 promises            what the rounds so far have spent, if a strategy must never lose count, for instance of privacy
 checkpoint          everything needed to resume the run, see checkpoint.py
+.lock               locked while a process writes the folder
 """

@@ -20,7 +20,7 @@ from flwr.app import RecordDict
 from fedbn_flwr.errors import SettingsError, StorageError
 from fedbn_flwr.messages.serialization import dump, parse
 from fedbn_flwr.storage import opened_store, write_store
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
 _CLIENT = "clients/"
 
@@ -35,7 +35,7 @@ class Snapshot:
     strategy: bytes | None  # its state; None if it cannot be saved
     unsaved: str | None = None  # why not
     trained: Mapping[int, int] = field(default_factory=dict)  # partition -> the last round in which it trained
-    settings: Json = field(default_factory=dict)  # that affect results
+    settings: Tree = field(default_factory=dict)  # that affect results
     history: str = ""  # the digest of history.jsonl up to this round
 
 

@@ -10,18 +10,17 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from flwr.common.constant import APP_DIR
-
 from fedbn_flwr import __version__
 from fedbn_flwr.cores import cores
-from fedbn_flwr.trees import Json
+from fedbn_flwr.internals import APP_DIR
+from fedbn_flwr.trees import Tree
 
 _PACKAGES = ("flwr", "torch", "torchvision", "ray", "numpy")
 _SECRET = re.compile(r"token|secret|passw|api.?key|credential", re.IGNORECASE)  # in the name of an option
 _HIDDEN = "***"
 
 
-def environment() -> Json:
+def environment() -> Tree:
     import torch  # here: commands that only read folders do not need it
 
     versions = {"fedbn-flwr": __version__}

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError, UserError
-from fedbn_flwr.text import file_name
+from fedbn_flwr.results.text import file_name
 
 
 def default_folder() -> Path:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fedbn_flwr.data import Moments
 from fedbn_flwr.errors import UserError
+from fedbn_flwr.results.yaml_text import parse_yaml
 from fedbn_flwr.storage import read_store
-from fedbn_flwr.trees import Draft, Json
-from fedbn_flwr.yaml_text import parse_yaml
+from fedbn_flwr.trees import Draft, Tree
 
-from .checkpoint import CheckpointFile
 from .clients import PartitionCounts
-from .files import check, damaged, parse, read_text
+from .description import Description
+from .files import check, damaged, parse, read_declared, read_text
 from .lock import has_writer
 from .summary import Summary
+
+if TYPE_CHECKING:
+    from .checkpoint import CheckpointFile
 
 CLIENTS_DIGEST = "clients_digest"  # in a line of history.jsonl, of the round's line in clients.jsonl
 LINES = ("history.jsonl", "clients.jsonl", "norms.jsonl")  # a line per round; a resumed run continues them
@@ -35,7 +37,7 @@ class RunReader:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def config(self) -> Json:
+    def config(self) -> Tree:
         """The resolved settings; empty if there is no file."""
         file = self.path / "config.yaml"
         if (text := read_text(file)) is None:
@@ -50,7 +52,7 @@ class RunReader:
             raise damaged(file, str(error)) from None
         return found
 
-    def end(self, config: Json) -> Summary | None:
+    def end(self, config: Tree) -> Summary | None:
         """The summary of a run that is finished, or that diverged, as it would again; None if it may continue.
 
         With these settings: a finished run continues if they let it end later.
@@ -63,24 +65,23 @@ class RunReader:
 
     def partition(self) -> PartitionCounts | None:
         """The examples of each client by class; None if the run doesn't know them."""
-        if (found := self.read("partition.json")) is None:
-            return None
-        counts = PartitionCounts(**{key.name: found[key.name] for key in fields(PartitionCounts)})
-        if any(len(row) != len(counts.classes) for row in counts.counts):
-            raise damaged(self.path / "partition.json", "a client's counts are not one for each class")
-        if len(counts.clients) not in (0, len(counts.counts)):
-            raise damaged(self.path / "partition.json", "its clients have neither a name each nor none")
-        return counts
+        file = self.path / "partition.json"
+        return read_declared(PartitionCounts, file) if file.exists() else None
 
-    def history(self) -> list[Json]:
+    def name_of(self, client: int | str) -> str:
+        """A client's number, with its name if it is known."""
+        found = self.partition()
+        return found.names[int(client)] if found and int(client) < len(found.names) else str(client)
+
+    def history(self) -> list[Tree]:
         return self.lines("history.jsonl")
 
-    def lines(self, name: str) -> list[Json]:
+    def lines(self, name: str) -> list[Tree]:
         """The mappings in a .jsonl file, one for each round; empty if there is no file."""
         file = self.path / name
         *lines, _ = (read_text(file) or "").split("\n")  # what follows the last line break was cut off by a crash
         known = {line["round"]: line.get(CLIENTS_DIGEST) for line in self.history()} if name == "clients.jsonl" else {}
-        found: list[Json] = []
+        found: list[Tree] = []
         for number, text in enumerate(lines, start=1):
             line = parse(text, file, number)
             if found and line["round"] <= found[-1]["round"]:
@@ -90,7 +91,7 @@ class RunReader:
             found.append(line)
         return found
 
-    def read(self, name: str) -> Json | None:
+    def read(self, name: str) -> Tree | None:
         """The content of a .json file; None if there is none."""
         text = read_text(self.path / name)
         return None if text is None else parse(text, self.path / name)
@@ -106,7 +107,7 @@ class RunReader:
             return self.summary()
         return None
 
-    def progress(self) -> tuple[Summary, list[Json]] | None:
+    def progress(self) -> tuple[Summary, list[Tree]] | None:
         """The summary and the lines of history.jsonl; None if there is no summary.
 
         A process that was killed, or had a full disk, has left the status "running": its lock has ended.
@@ -126,26 +127,9 @@ class RunReader:
         """The run's token, under which nodes store their state."""
         return str((self.read("environment.json") or {})["token"])
 
-    def model_description(self) -> Json:
-        """How to build the network and to normalise its examples."""
-        if (found := self.read("model.json")) is None:
-            raise UserError(f"{str(self.path)!r} has no model.json")
-        return found
-
-    def moments(self) -> Moments:
-        """The moments by which the run normalises examples."""
-        known = self.model_description()["normalise"]
-        return tuple(known["mean"]), tuple(known["std"])
-
-    def units(self) -> Moments | None:
-        """The moments of the regression targets, if the run scales them."""
-        known = self.model_description().get("targets")
-        return None if known is None else (tuple(known["mean"]), tuple(known["std"]))
-
-    def agreed(self) -> Moments:
-        """The moments of inputs and targets together, as sites agree on them."""
-        (means, deviations), units = self.moments(), self.units() or ((), ())
-        return means + units[0], deviations + units[1]
+    def model_description(self) -> Description:
+        """How to build the network, to normalise its examples and to read its outputs."""
+        return read_declared(Description, self.path / "model.json")
 
     def promises(self) -> dict[str, float]:
         """What the strategy has spent with the rounds that began; empty if none did."""
@@ -158,6 +142,8 @@ class RunReader:
 
     @property
     def checkpoint(self) -> CheckpointFile:
+        from .checkpoint import CheckpointFile  # Flower, which those who read only texts do not need
+
         return CheckpointFile(self.path / "checkpoint")
 
 
@@ -168,18 +154,18 @@ _FREE = ("workers", "timeout", "node_timeout", "checkpoint_every")
 _OF_END = ("patience", "min_difference")  # under `evaluate`: with `rounds`, they decide when a run ends
 
 
-def _end(config: Json) -> list[object]:
+def _end(config: Tree) -> list[object]:
     return [config.get("rounds"), *(config.get("evaluate", {}).get(key) or None for key in _OF_END)]
 
 
-def lasting(config: Json) -> Json:
+def lasting(config: Tree) -> Tree:
     """The settings that affect the results of a round; a resumed run may only change when it ends."""
     found = deciding(config)
     evaluate = {key: value for key, value in found["evaluate"].items() if key not in _OF_END}
     return {**{key: value for key, value in found.items() if key != "rounds"}, "evaluate": evaluate}
 
 
-def deciding(config: Json) -> Json:
+def deciding(config: Tree) -> Tree:
     """The settings that affect results."""
     engine = {key: value for key, value in config.get("engine", {}).items() if key not in _FREE}
     evaluate = {key: value for key, value in config.get("evaluate", {}).items() if key != "dynamics"}

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
-from fedbn_flwr.engines.metered import Traffic
+from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import did_you_mean
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import CLASSIFICATION, TASKS, Task, goodness
-from fedbn_flwr.trees import Draft, Json
+from fedbn_flwr.trees import Draft, Tree
 
 from ..metric_key import BEST, CLIENTS, EVALUATED, OWN, MetricKey
 from .files import check
@@ -58,7 +58,7 @@ class Summary:
     seconds: float = 0.0  # of all rounds
     traffic: Traffic = field(default_factory=Traffic)
     values: Draft = field(default_factory=dict)  # the last values in the history, and the best ones
-    notes: Json = field(default_factory=dict)  # decisions of the strategy, for instance `freeze_round`
+    notes: Tree = field(default_factory=dict)  # decisions of the strategy, for instance `freeze_round`
 
     @property
     def of_task(self) -> Task:
@@ -94,21 +94,13 @@ class Summary:
             raise KeyError(f"the summary has no {key!r}; {did_you_mean(key, content)}")
         return content[key]
 
-    if not TYPE_CHECKING:  # a metric has a key that a type checker doesn't know: summary["rmse"]
-
-        def __getattr__(self, name: str) -> float:
-            values = vars(self).get("values", {})
-            if name not in values:
-                raise AttributeError(f"the summary has no {name!r}; {did_you_mean(name, values)}")
-            return values[name]
-
     @property
     def domains(self) -> dict[MetricKey, float]:
         """The main metric by domain."""
         found = {self._key(key): value for key, value in self.values.items()}
         return {key: value for key, value in found.items() if key.domain and not key.statistic}
 
-    def account(self, line: Json) -> None:
+    def account(self, line: Tree) -> None:
         """Add a round of the history."""
         self.rounds = line["round"]
         self.seconds += line["seconds"]
@@ -149,7 +141,7 @@ class Summary:
     def _key(self, key: str) -> MetricKey:
         return MetricKey.parse(key, self.of_task.main, *self.metrics)
 
-    def to_json(self) -> Json:
+    def to_json(self) -> Tree:
         """One flat mapping: traffic, values and notes are not nested."""
         flat = {key: value for key, value in asdict(self).items() if value not in (None, ())}
         traffic, values, notes = (flat.pop(key) for key in ("traffic", "values", "notes"))
@@ -158,14 +150,14 @@ class Summary:
         return {**flat, **traffic, "broadcast_mib_per_round": per_round, **values, **notes}
 
     @classmethod
-    def from_json(cls, content: Json, history: Sequence[Json]) -> Summary:
+    def from_json(cls, content: Tree, history: Sequence[Tree]) -> Summary:
         """The summary from the content of `to_json`; ValueError if the lines of history.jsonl give another one."""
         own = [item for item in fields(cls) if item.name not in ("traffic", "values", "notes")]
         given = {item.name: content[item.name] for item in own if item.name in content}
         check(given, get_type_hints(cls), [item.name for item in own if item.default is MISSING])
         if given.get("task") not in (None, *TASKS):
             raise ValueError(f"task is {given['task']!r}; expected one of {', '.join(TASKS)}")
-        found = cls(**given).of(history[: given.get("rounds", 0)])
+        found = cls(**given).of(line for line in history if line["round"] <= given.get("rounds", 0))
         expected = found.to_json()
         known = [*expected, *found._metrics_of(content)]
         for key in known:
@@ -174,7 +166,7 @@ class Summary:
         found.notes = {key: value for key, value in content.items() if key not in known}
         return found
 
-    def of(self, history: Iterable[Json]) -> Summary:
+    def of(self, history: Iterable[Tree]) -> Summary:
         """The same run's summary with the metrics of this history."""
         found = replace(self, rounds=0, seconds=0.0, traffic=Traffic(), values={})
         found.clients = found.clients_since = found.rounds_with_fewer_clients = None

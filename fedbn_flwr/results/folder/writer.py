@@ -16,10 +16,10 @@ from flwr.app import RecordDict
 
 from fedbn_flwr.errors import SettingsError, log_once
 from fedbn_flwr.messages.aggregate import Arrays
-from fedbn_flwr.named import sources
-from fedbn_flwr.storage import replacing, to_json, write_store, writing
-from fedbn_flwr.trees import Json
-from fedbn_flwr.yaml_text import dump_yaml
+from fedbn_flwr.results.naming import sources
+from fedbn_flwr.results.yaml_text import dump_yaml
+from fedbn_flwr.storage import open_private, replacing, to_json, write_store, writing
+from fedbn_flwr.trees import Tree
 
 from .checkpoint import Snapshot
 from .environment import environment
@@ -41,7 +41,7 @@ class RunFolder(RunReader):
         """The SHA-256 of history.jsonl, by which a checkpoint knows the rounds before it."""
         return self._lines.hexdigest()
 
-    def check(self, config: Json, *, resume: bool, complete: Callable[[Json], Json] = dict) -> None:
+    def check(self, config: Tree, *, resume: bool, complete: Callable[[Tree], Tree] = dict) -> None:
         """Raise an error if this would overwrite a run, or resume one with other settings.
 
         `complete` gives settings that an earlier version has written the defaults of keys that it did not have.
@@ -76,18 +76,18 @@ class RunFolder(RunReader):
                 "another --out"
             )
 
-    def locked(self) -> AbstractContextManager[None]:
+    def locked(self) -> AbstractContextManager[object]:
         """Lock the folder, as `lock.locked`."""
         self._make()
         return locked(self.path)
 
     def _make(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"cannot create the run folder {str(self.path)!r}: {error.strerror}") from None
 
-    def begin(self, config: Json, more: Json = MappingProxyType({})) -> int:
+    def begin(self, config: Tree, more: Tree = MappingProxyType({})) -> int:
         """Prepare the folder, and return the round after which the run continues (0: a new run)."""
         first = (self.read("environment.json") or {}) if self.config() else {}
         saved = self.checkpoint.read(whole=False) if self.checkpoint.path.exists() else None
@@ -102,7 +102,7 @@ class RunFolder(RunReader):
                 raise damaged(self.checkpoint.path, f"it belongs to another run: {different}")
         elif lost := len(self.history()):
             log_once(f"{self.path} has no checkpoint of its {lost} rounds; the run begins again at round 1")
-        kept = {LINES[0]: [line for line in self.history() if line["round"] <= done]}
+        kept = {LINES[0]: [line for line in self.history() if 0 < line["round"] <= done]}
         if (rounds := [line["round"] for line in kept[LINES[0]]]) != list(range(1, done + 1)):
             raise SettingsError(
                 f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
@@ -111,7 +111,7 @@ class RunFolder(RunReader):
         self._lines = hashlib.sha256(_text_of(kept[LINES[0]]).encode())
         if saved is not None and saved.history != self.digest:
             raise damaged(self.path / "history.jsonl", "its rounds are not the ones before the checkpoint")
-        kept |= {name: [line for line in self.lines(name) if line["round"] <= done] for name in LINES[1:]}
+        kept |= {name: [line for line in self.lines(name) if 0 < line["round"] <= done] for name in LINES[1:]}
         summary = self.readable_summary()
         session = {**environment(), "modules": sources(config), **more}
         if done and (different := _difference(_versions(_last_session(first)), _versions(session))):
@@ -134,15 +134,15 @@ class RunFolder(RunReader):
             self.write_summary(summary.of(kept[LINES[0]]))
         return done
 
-    def add_line(self, name: str, line: Json) -> None:
+    def add_line(self, name: str, line: Tree) -> None:
         """Add the line of a round to one of the files in `LINES`."""
         file, text = self.path / name, f"{to_json(line)}\n"
-        with writing(file), file.open("a", encoding="utf-8") as lines:
+        with writing(file), open(file, "a", encoding="utf-8", opener=open_private) as lines:
             lines.write(text)
         if name == "history.jsonl":
             self._lines.update(text.encode())
 
-    def write(self, name: str, content: Json, *, indent: int | None = None, durable: bool = False) -> None:
+    def write(self, name: str, content: Tree, *, indent: int | None = None, durable: bool = False) -> None:
         write_text(self.path / name, to_json(content, indent) + "\n", durable=durable)
 
     def write_summary(self, summary: Summary) -> None:
@@ -167,21 +167,21 @@ class RunFolder(RunReader):
         self.checkpoint.write(snapshot, clients)
 
 
-def _text_of(lines: Iterable[Json]) -> str:
+def _text_of(lines: Iterable[Tree]) -> str:
     return "".join(f"{to_json(line)}\n" for line in lines)
 
 
-def _last_session(about: Json) -> Json:
-    sessions: list[Json] = [about, *about.get("resumed", [])]
+def _last_session(about: Tree) -> Tree:
+    sessions: list[Tree] = [about, *about.get("resumed", [])]
     return sessions[-1]
 
 
-def _versions(session: Json) -> Json:
+def _versions(session: Tree) -> Tree:
     """The versions of the code that a session runs, from its entry in environment.json."""
     return {**session.get("versions", {}), "commit": session.get("commit")}
 
 
-def _difference(before: Json, now: Json, prefix: str = "") -> str:
+def _difference(before: Tree, now: Tree, prefix: str = "") -> str:
     """The first setting that differs, with both values; empty if none does."""
     for key in sorted({*before, *now}):
         was, new = before.get(key), now.get(key)
@@ -191,7 +191,7 @@ def _difference(before: Json, now: Json, prefix: str = "") -> str:
     return ""
 
 
-def _with_keys_of(before: Json, now: Json) -> Json:
+def _with_keys_of(before: Tree, now: Tree) -> Tree:
     """`now`, without the keys that `before` lacks, in sections too."""
     pairs = ((key, before[key], value) for key, value in now.items() if key in before)
     return {

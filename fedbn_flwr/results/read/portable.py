@@ -18,9 +18,11 @@ from torch.nn.utils import fusion
 from fedbn_flwr.data.batches import Standardiser
 from fedbn_flwr.errors import UserError, needs
 from fedbn_flwr.named import in_a_line
+from fedbn_flwr.results.units import InUnits
 from fedbn_flwr.storage import replacing
 from fedbn_flwr.trees import Draft
 
+from ..folder.description import Build
 from ..folder.reader import RunReader
 
 Format = Literal["torch", "onnx", "safetensors"]
@@ -32,8 +34,9 @@ _TOLERANCE = 1e-4  # of the largest output: what rounding may change
 def export(folder: RunReader, network: nn.Module, out: Path, form: Format, *, fold: bool = False) -> list[str]:
     """Write the network, and return what it is and how far its outputs are from those of training, in words."""
     described = folder.model_description()
-    whole = nn.Sequential(OrderedDict(normalise=normaliser(folder), network=network)).eval()
-    inputs, said = _examples(described), list[str]()
+    units = {} if described.units is None else {"units": InUnits(described.units)}
+    whole = nn.Sequential(OrderedDict(normalise=normaliser(folder), network=network, **units)).eval()
+    inputs, said = _examples(described.build), list[str]()
     with torch.no_grad():
         expected = whole(inputs)
     if not isinstance(expected, Tensor):
@@ -41,35 +44,33 @@ def export(folder: RunReader, network: nn.Module, out: Path, form: Format, *, fo
     if fold:
         whole.network, number, of_all = folded(network)
         said.append(f"{number} of {of_all} batch norms folded into the layers before them")
-    about = {key: described[key] for key in ("classes", "inputs", "types", "categories") if described.get(key)}
-    with replacing(out, mode=0o600) as file:  # the model reveals something about the data
-        found = _WRITE[form](whole, inputs, file, {**about, "normalise": described["normalise"]})(inputs).detach()
+    about = described.model_dump(exclude={"build", "label", "local", "sent_back"}, exclude_defaults=True)
+    with replacing(out) as file:
+        found = _WRITE[form](whole, inputs, file, about)(inputs).detach()
         difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
         if not difference <= _TOLERANCE * max(1.0, largest):
             raise UserError(f"the outputs of the file differ by {difference:g} from the network's; it is not kept")
-    shape = ", ".join(map(str, described["build"]["input_shape"]))
+    shape = ", ".join(map(str, described.build.input_shape))
     of_site = (folder.config().get("data") or {}).get("normalise") == "own"
-    units = "in units of the site's own mean and deviation" if of_site else "with bytes of images divided by 255"
-    said.append(f"inputs [N, {shape}]" + (f", {units}" if of_site or len(inputs.shape) == 4 else ""))
-    if names := described.get("classes"):
-        said.append(f"outputs: a score for each of {', '.join(names)}")
+    of_inputs = "in units of the site's own mean and deviation" if of_site else "with bytes of images divided by 255"
+    said.append(f"inputs [N, {shape}]" + (f", {of_inputs}" if of_site or len(inputs.shape) == 4 else ""))
+    if described.classes:
+        of = "in the targets' units: " if units else "a score for each of "
+        said.append(f"outputs: {of}{', '.join(described.classes)}")
     said.append(f"largest difference from the run's network: {difference:g} (outputs up to {largest:.3g})")
     return said
 
 
 def normaliser(folder: RunReader) -> nn.Module:
     """The normalisation of the model's inputs, a module of its own for the caller to move or change."""
-    return copy.deepcopy(Standardiser(folder.moments(), torch.device("cpu")))
+    return Standardiser(folder.model_description().normalise.moments, torch.device("cpu"))
 
 
-def _examples(described: Any) -> Tensor:
-    build = described["build"]
-    if not (shape := build.get("input_shape")):
-        raise UserError("model.json doesn't say the shape of the inputs; models of several inputs are not exported")
+def _examples(build: Build) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    if build.get("num_tokens") is not None:
-        return torch.randint(build["num_tokens"], (2, *shape), generator=generator)
-    return torch.rand(2, *shape, generator=generator)
+    if build.num_tokens is not None:
+        return torch.randint(build.num_tokens, (2, *build.input_shape), generator=generator)
+    return torch.rand(2, *build.input_shape, generator=generator)
 
 
 def folded(network: nn.Module) -> tuple[nn.Module, int, int]:

@@ -11,25 +11,23 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 
 from fedbn_flwr import seeding
-from fedbn_flwr.client.evaluation import InUnits
-from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState, stored_rounds
-from fedbn_flwr.errors import UserError
+from fedbn_flwr.client.node_state import LOCAL_ARRAYS, NodeState
+from fedbn_flwr.errors import FedbnError, UserError
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import arrays_in, unpack
 from fedbn_flwr.messages.serialization import parse
 from fedbn_flwr.models.build import build_model
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role, roles
-from fedbn_flwr.storage import read_store
+from fedbn_flwr.storage import Rounds
 from fedbn_flwr.trees import Draft
 
-from ..folder.files import damaged
+from ..folder.files import damaged, own
 from ..folder.reader import RunReader
 
 
-def global_model(folder: RunReader, file: str) -> nn.Module:
-    description = folder.model_description()
-    if not description["global"]:
+def global_model(folder: RunReader, file: str = "model.safetensors") -> nn.Module:
+    if not folder.model_description().traits.has_global_model:
         raise UserError(
             f"{str(folder.path)!r} has no global model; each client has its own, for instance model(client=0)"
         )
@@ -41,7 +39,7 @@ def _read(folder: RunReader, file: str) -> tuple[dict[str, Tensor], int]:
     """The arrays of a model in the folder, and the round after which it was written."""
     from safetensors import SafetensorError, safe_open
 
-    path = folder.path / file
+    path = own(folder.path / file)
     if not path.is_file():
         files = ", ".join(sorted(file.name for file in folder.path.glob("*.safetensors"))) or "none yet"
         raise UserError(f"{str(folder.path)!r} has no {file!r}; files with models: {files}")
@@ -88,10 +86,10 @@ def latest_state(folder: Path, token: str, last: int, client: int | None = None)
             "that the node config names as state, at a site that took part in this run; with a strategy that keeps "
             "nothing there, such as FedAvg, model.safetensors is the site's model"
         )
-    rounds = stored_rounds(folders[client])
-    if (latest := max((number for number in rounds if number <= last), default=0)) == 0:
+    states = Rounds(folders[client])
+    if not (latest := states.latest(last)):
         raise UserError(f"{str(folders[client])!r} has no state of round {last} of the model or of an earlier one")
-    return client, latest, parse(read_store(rounds[latest])["state"], RecordDict)
+    return client, latest, parse(states.read(latest), RecordDict)
 
 
 def personal_model(folder: RunReader, client: int) -> PersonalModel:
@@ -118,10 +116,10 @@ def _personal(
     file: Path,
 ) -> PersonalModel:
     """The network with the client's own arrays."""
-    own = NodeState(records).load(LOCAL_ARRAYS)
-    model = _build(folder, {**arrays, **_tensors(own)}, file)
+    kept = NodeState(records).load(LOCAL_ARRAYS)
+    model = _build(folder, {**arrays, **_tensors(kept)}, file)
     kinds = roles(model)
-    if not any(kinds[key] is not Role.COUNTER for key in own):
+    if not any(kinds[key] is not Role.COUNTER for key in kept):
         raise UserError(f"client {client} has no model of its own: it keeps no arrays, or it never trained")
     return PersonalModel(client, *rounds, sum(map(len, arrays_in(records).values())), model)
 
@@ -131,13 +129,14 @@ def _tensors(arrays: Arrays) -> dict[str, Tensor]:
 
 
 def _build(folder: RunReader, state: Mapping[str, Tensor], file: Path) -> nn.Module:
-    description = folder.model_description()
-    build = description["build"].items()
-    arguments: Draft = {key: tuple(value) if isinstance(value, list) else value for key, value in build}
+    """The network with this state; its outputs are as in training, where the targets may have other units."""
+    arguments: Draft = folder.model_description().build.model_dump()
     try:
         with seeding.streams(0):  # building draws weights, which must not change the caller's draws
             model = build_model(**arguments)
-    except (TypeError, AttributeError, RuntimeError) as error:
+    except FedbnError:
+        raise
+    except Exception as error:  # any that a network raises for arguments of another kind
         raise damaged(folder.path / "model.json", f"no network can be built from it ({in_a_line(error)})") from None
     kinds = roles(model)
     counters = {key: value for key, value in model.state_dict().items() if kinds[key] is Role.COUNTER}  # never sent
@@ -145,7 +144,7 @@ def _build(folder: RunReader, state: Mapping[str, Tensor], file: Path) -> nn.Mod
         model.load_state_dict(counters | dict(state))
     except RuntimeError as error:
         raise damaged(file, f"it does not fit the network of model.json ({in_a_line(error)})") from None
-    if (units := description.get("targets")) is not None:
-        model.register_forward_hook(InUnits((units["mean"], units["std"])))
+    if wrong := [key for key, value in state.items() if not value.isfinite().all()]:
+        raise damaged(file, f"{wrong[0]!r} has values that are not finite")
     model.eval()
     return model

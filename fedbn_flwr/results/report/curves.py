@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import TypeVar
 
-from fedbn_flwr.engines.metered import Traffic
-from fedbn_flwr.trees import Json
+from fedbn_flwr.engines.traffic import Traffic
+from fedbn_flwr.trees import Tree
 
 from ..metric_key import MIB, MetricKey
-from ..read.runs import is_number
 
 Item = TypeVar("Item")
 
@@ -28,14 +28,14 @@ AXES = {
 _NO_MEASURES = {"round", "clients", "seconds", *(field.name for field in fields(Traffic))}
 
 
-def measures(lines: Iterable[Json]) -> list[MetricKey]:
+def measures(lines: Iterable[Tree]) -> list[MetricKey]:
     """All metrics in these lines of histories: of the global model first, of single domains after all others."""
     keys = dict.fromkeys(key for line in lines for key, value in line.items() if type(value) in (int, float))
     found = [MetricKey.parse(key) for key in keys if key not in _NO_MEASURES]
     return sorted(found, key=lambda key: (key.domain != "", key.whose != ""))
 
 
-def spent(history: Iterable[Json]) -> Iterator[dict[str, float]]:
+def spent(history: Iterable[Tree]) -> Iterator[dict[str, float]]:
     """For each line of a history: its round, and communication rounds, bytes, MiB and seconds up to its end."""
     total = dict.fromkeys(("communication_rounds", "bytes_down", "bytes_up", "seconds"), 0)
     for line in history:
@@ -43,7 +43,7 @@ def spent(history: Iterable[Json]) -> Iterator[dict[str, float]]:
         yield {"round": line["round"], **total, "mib": (total["bytes_down"] + total["bytes_up"]) / MIB}
 
 
-def curve(histories: Sequence[Sequence[Json]], key: MetricKey, axis: str) -> tuple[list[float], list[list[float]]]:
+def curve(histories: Sequence[Sequence[Tree]], key: MetricKey, axis: str) -> tuple[list[float], list[list[float]]]:
     """Places on an axis of AXES, the mean over the runs, and the values of all runs at each of them.
 
     Only rounds in which all runs were measured count: an interrupted run shortens the curve of its row.
@@ -55,6 +55,11 @@ def curve(histories: Sequence[Sequence[Json]], key: MetricKey, axis: str) -> tup
     rounds = thin(sorted(set.intersection(*map(set, found))))
     places = [statistics.fmean(points[number][0] for points in found) for number in rounds]
     return places, [[points[number][1] for points in found] for number in rounds]
+
+
+def is_number(value: object) -> bool:
+    """Whether a value can be drawn: metrics of a run that diverged are not finite."""
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
 
 
 def thin(items: Sequence[Item], points: int = POINTS) -> list[Item]:

@@ -9,18 +9,16 @@ import math
 import statistics
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from fedbn_flwr.errors import UserError, did_you_mean
-from fedbn_flwr.text import in_plot
+from fedbn_flwr.results.text import in_plot
 
 from ..folder.clients import PartitionCounts
 from ..metric_key import OWN, MetricKey
-from ..read.runs import is_number
-from .curves import AXES, curve, measures, thin
+from .curves import AXES, curve, is_number, measures, thin
 from .rows import Row, Sweep, both, deviation, headline, mean, runs_of, sweeps
 from .tables import (
     DEFAULT,
@@ -42,7 +40,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "<", ">", "p")
 
 Style = Mapping[str, Any]  # keywords of matplotlib
-Handles = Mapping[str, Any]  # curves, or other artists, by their titles in the legend
+Handles = dict[str, Any]  # curves, or other artists, by their titles in the legend
 # Curves that are equal hide each other unless line style, marker and place of the markers differ.
 _DASHES: tuple[object, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)), (0, (3, 1, 1, 1, 1, 1)))
 _CLIENTS = 100  # bars of a picture of the page
@@ -143,7 +141,7 @@ def pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Pictures:
     """The panels of the main picture, of sweeps and of clients, and a picture of each measure and partition."""
     first = first_of(rows, form)
     boxes = (alone(draw, 1.5 + 0.22 * len(rows)) for draw in _of_clients(rows))
-    yield "Pictures", "", chain(map(alone, chain(*_main(rows, first), _of_sweeps(sweeps(rows), form))), boxes)
+    yield "Pictures", "", chain(map(alone, chain(*_main(rows, first), _of_sweeps(rows, form))), boxes)
     main = both(first, rows)
     lines = [line for row in rows for run in row.counted for line in run.lines]
     for measure in sorted(measures(lines), key=lambda measure: measure != first)[:_CURVES]:
@@ -155,7 +153,7 @@ def pictures_of_page(rows: Sequence[Row], form: ReportForm) -> Pictures:
         yield "Curves", measure.title, [alone(draw, scale=scale) for scale in scales]
     known = (row.first.files.partition() for row in rows)  # other seeds are alike
     for found in {repr(counts): counts for counts in known if counts}.values():
-        shown = replace(found, counts=found.counts[:_CLIENTS], clients=found.clients[:_CLIENTS])
+        shown = found.model_copy(update={key: getattr(found, key)[:_CLIENTS] for key in ("counts", "clients")})
         yield "Data of the clients", found.title, [alone(partial(_bars, shown))]
 
 
@@ -190,16 +188,14 @@ def plot(rows: Sequence[Row], measure: MetricKey | None = None, axis: str | None
         _legend(panel, _curves(rows, rows, measure, axis, panel), handlelength=3)
         return figure
     lines = _main(rows, measure)
-    heights = [4.2 if len(line) > 1 else 2.8 for line in lines]
+    across, heights = max(map(len, lines)), [4.2 if len(line) > 1 else 2.8 for line in lines]
     figure = Plot(figsize=(15, 0.5 + sum(heights)))
     note = " Band: ± one standard deviation over seeds." if any(_has_band(row, rows) for row in rows) else ""
     figure.suptitle(in_plot(set_up(rows) + note, 150), fontsize="medium")
+    mosaic: Any = [line * (across if len(line) == 1 else 1) for line in lines]
     handles: Handles = {}
-    outer = figure.add_gridspec(len(lines), 1, height_ratios=heights)
-    for number, line in enumerate(lines):
-        inner = outer[number].subgridspec(1, len(line))
-        for place, draw in enumerate(line):  # dots by domain look as the curves of their rows
-            handles = {**handles, **draw(figure.add_subplot(inner[place])), **handles}
+    for draw, panel in figure.subplot_mosaic(mosaic, height_ratios=heights).items():
+        handles = handles | draw(panel) | handles  # dots by domain look as the curves of their rows
     _legend(figure, handles, loc="outside right upper", handlelength=4)
     return figure
 
@@ -296,23 +292,30 @@ def _side_by_side(
 # --- sweeps ---
 
 
-def sweeps_plot(found: Sequence[Sweep], form: ReportForm = DEFAULT) -> Plot:
+def sweeps_plot(rows: Sequence[Row], form: ReportForm = DEFAULT) -> Plot:
     """A panel for each sweep and measure, with the values of the sweep side by side."""
-    return _grid(_of_sweeps(found, form), 3, 5.3, loc="outside upper center", ncols=4)
+    return _grid(_of_sweeps(rows, form), 3, 5.3, loc="outside upper center", ncols=4)
 
 
-def _of_sweeps(found: Sequence[Sweep], form: ReportForm) -> list[Draw]:
+def _of_sweeps(rows: Sequence[Row], form: ReportForm) -> list[Draw]:
+    found, others = sweeps(rows), [row for row in rows if not row.first.cell.get("sweep")]
     labels = list(dict.fromkeys(label for sweep in found for label in sweep.lines))
-    return [partial(_dots, sweep, measure, labels) for sweep in found for measure in measures_of_sweep(sweep, form)]
+    panels = ((sweep, measure) for sweep in found for measure in measures_of_sweep(sweep, form))
+    return [partial(_dots, sweep, measure, labels, others) for sweep, measure in panels]
 
 
-def _dots(sweep: Sweep, measure: MetricKey, labels: Sequence[str], panel: Axes) -> Handles:
+def _dots(sweep: Sweep, measure: MetricKey, labels: Sequence[str], others: Sequence[Row], panel: Axes) -> Handles:
+    """A row outside of the sweep, such as a baseline, is a line across all values."""
     lines = {label: [sweep.lines.get(label, {}).get(word) for word in sweep.values] for label in labels}
     found = {label: [row.values(measure) if row else [] for row in line] for label, line in lines.items()}
     places = ((label, place, row) for label, line in lines.items() for place, row in enumerate(line))
     diverged = [(label, place) for label, place, row in places if row is not None and row.divergence]
     styles = [_style(number, number) for number in range(len(labels))]
     handles = _side_by_side(panel, measure, sweep.values, found, styles, diverged)
+    for number, row in enumerate(others, len(labels)):
+        if (values := row.values(measure)) and math.isfinite(mean(values)):
+            style = {**_style(number, number), "marker": "none"}
+            handles[row.title] = panel.axhline(measure.scale * mean(values), **style, linewidth=1.2, zorder=1)
     note = " (cross: diverged)" if diverged else ""
     _finish(panel, sweep.title, grid="y", xlabel=in_plot(sweep.key) + note, ylabel=in_plot(measure.axis))
     return handles

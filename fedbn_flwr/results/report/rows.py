@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fedbn_flwr.errors import few
+from fedbn_flwr.results.text import in_words
 from fedbn_flwr.tasks import goodness
-from fedbn_flwr.text import in_words
-from fedbn_flwr.trees import Json
+from fedbn_flwr.trees import Tree
 
 from ..folder.summary import GLOBAL_MODEL
 from ..metric_key import BEST, OWN, MetricKey
-from ..read.runs import Run, is_number
+from ..result import Result
+from .curves import is_number
 
 _ENDING = 32  # characters of the ending of a row's name; what differs is also a table
 
 
-def headline(runs: Sequence[Run]) -> MetricKey:
+def headline(runs: Sequence[Result]) -> MetricKey:
     """The metric that a comparison is about, which is the first in all tables and pictures.
 
     It is the main metric of the runs' task, or of the first one that all runs have. If clients of a run have models of
@@ -50,11 +51,11 @@ class Row:
     """
 
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[Result, ...]
     accuracy_of: str = ""  # where rows differ: whose accuracy it is, if not the global model's; a part of the label
 
     @cached_property
-    def counted(self) -> tuple[Run, ...]:
+    def counted(self) -> tuple[Result, ...]:
         """The finished runs; if there are none, those that were evaluated, else those that trained a round, else all.
 
         Runs that diverged count only if all did.
@@ -104,7 +105,7 @@ class Row:
         return str(self.first.cell.get("row") or self.first.summary.strategy) + self.accuracy_of
 
     @property
-    def first(self) -> Run:
+    def first(self) -> Result:
         """Its settings are the settings of all, except for the seed."""
         return self.runs[0]
 
@@ -127,13 +128,13 @@ class Row:
         return {seed: mean(some) for seed, some in values.items()}
 
 
-def runs_of(rows: Iterable[Row]) -> list[Run]:
+def runs_of(rows: Iterable[Row]) -> list[Result]:
     return [run for row in rows for run in row.runs]
 
 
-def group(runs: Sequence[Run]) -> list[Row]:
+def group(runs: Sequence[Result]) -> list[Row]:
     """A row for each label and settings, in the order of the first runs; equal labels get endings that differ."""
-    rows: dict[tuple[str, str], list[Run]] = {}
+    rows: dict[tuple[str, str], list[Result]] = {}
     for run in runs:
         rows.setdefault((run.label, repr(sorted(run.settings.items()))), []).append(run)
     names = apart([(label, alike[0].settings) for (label, _), alike in rows.items()])
@@ -145,7 +146,7 @@ def group(runs: Sequence[Run]) -> list[Row]:
     return found
 
 
-def apart(found: Sequence[tuple[str, Json]]) -> list[str]:
+def apart(found: Sequence[tuple[str, Tree]]) -> list[str]:
     """The labels; equal labels with different settings get an ending: the values if they are short, else a number.
 
     Endings are the same if and only if the settings are.
@@ -162,7 +163,7 @@ def apart(found: Sequence[tuple[str, Json]]) -> list[str]:
     return names
 
 
-def differing(found: Sequence[Json]) -> list[str]:
+def differing(found: Sequence[Tree]) -> list[str]:
     """The keys whose values differ."""
     keys = dict.fromkeys(key for settings in found for key in settings)
     return [key for key in keys if any(settings.get(key) != found[0].get(key) for settings in found)]
@@ -258,7 +259,7 @@ def sweeps(rows: Sequence[Row]) -> list[Sweep]:
     return [_sweep(key, rest, values[key], same) for (key, rest), same in found.items()]
 
 
-def _sweep(key: str, title: str, values: Json, rows: Sequence[tuple[Row, str]]) -> Sweep:
+def _sweep(key: str, title: str, values: Tree, rows: Sequence[tuple[Row, str]]) -> Sweep:
     """Rows of one label whose other settings differ are lines of their own, which name these settings."""
     words = [word for word in values if word in {word for _, word in rows}]
     if all(is_number(values[word]) for word in words):

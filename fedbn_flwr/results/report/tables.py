@@ -5,24 +5,27 @@ from __future__ import annotations
 import csv
 import io
 import math
+import shutil
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from fedbn_flwr.data.source import HeldOut, Source
-from fedbn_flwr.errors import UserError, did_you_mean, needs
+from fedbn_flwr.errors import UserError, did_you_mean, few, needs
+from fedbn_flwr.results.text import in_csv, in_markdown, on_page, printable
 from fedbn_flwr.tasks import is_lower_better, title_of
-from fedbn_flwr.text import in_csv, in_markdown, on_page, printable
-from fedbn_flwr.trees import Draft, Json
+from fedbn_flwr.trees import Draft, Tree
 
 from ..folder.clients import OWN_TRAINING, PartitionCounts, spread
 from ..metric_key import CLIENTS, EVALUATED, OWN, WHOSE, MetricKey
-from ..read.runs import Run
+from ..result import Result
 from .rows import (
     Row,
     Sweep,
@@ -83,7 +86,7 @@ def columns(rows: Sequence[Row], form: ReportForm) -> list[MetricKey]:
 def table(rows: Sequence[Row], form: ReportForm = DEFAULT) -> Lines:
     """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
     shown, compared = columns(rows, form), against(rows, form)
-    headings = (f"difference to {form.baseline}", "95 % interval", "p", "pairs") if compared else ()
+    headings = (f"difference to {form.baseline}", "95 % interval", "p (Holm)", "pairs") if compared else ()
     lines: Lines = [("run", *(key.title for key in shown), *headings)]
     runs = [run.values for run in runs_of(rows)]
     digits = [key.digits([run[str(key)] for run in runs if str(key) in run]) for key in shown]
@@ -110,6 +113,7 @@ class Paired:
     low: float = math.nan
     high: float = math.nan
     p: float = math.nan
+    p_holm: float = math.nan  # corrected for the number of rows that have a p value
 
 
 def paired(values: Mapping[int, float], base: Mapping[int, float], test_to_train: float = 0.0) -> Paired:
@@ -132,6 +136,14 @@ def paired(values: Mapping[int, float], base: Mapping[int, float], test_to_train
     return Paired(count, mean(found), mean(found) - width, mean(found) + width, p)
 
 
+def holm(each_p: Sequence[float]) -> list[float]:
+    """P values, corrected for their number (Holm 1979): the smallest of m times m, the next times m - 1, and so on."""
+    found, largest = [1.0] * len(each_p), 0.0
+    for rank, (p, place) in enumerate(sorted((p, place) for place, p in enumerate(each_p))):
+        found[place] = largest = min(1.0, max(largest, (len(each_p) - rank) * p))
+    return found
+
+
 def against(rows: Sequence[Row], form: ReportForm) -> dict[str, Paired]:
     """The other rows by label, compared with the baseline in the first column; empty without a baseline."""
     if not form.baseline:
@@ -148,11 +160,19 @@ def against(rows: Sequence[Row], form: ReportForm) -> dict[str, Paired]:
         )
     key = columns(rows, form)[0]
     values = base.by_seed(key)
-    return {
+    pairs = {
         label: paired(row.by_seed(key), values, max(map(test_to_train, (row, base))))
         for label, row in labels.items()
         if row is not base
     }
+    return with_holm(pairs)
+
+
+def with_holm(pairs: Mapping[str, Paired]) -> dict[str, Paired]:
+    """Rows compared with one other, with their p values corrected for the number of those that have one."""
+    tested = {label: pair.p for label, pair in pairs.items() if not math.isnan(pair.p)}
+    corrected = dict(zip(tested, holm([*tested.values()]), strict=True))
+    return {label: replace(pair, p_holm=corrected.get(label, math.nan)) for label, pair in pairs.items()}
 
 
 def test_to_train(row: Row) -> float:
@@ -176,14 +196,14 @@ def _of_pairs(found: Paired | None, key: MetricKey, digits: int) -> list[str]:
         f"{key.scale * value:+,.{digits}f}" if math.isfinite(value) else "-"
         for value in (found.difference, found.low, found.high)
     )
-    p = "-" if math.isnan(found.p) else "<0.001" if found.p < 0.001 else f"{found.p:.3f}"
+    p = "-" if math.isnan(found.p_holm) else "<0.001" if found.p_holm < 0.001 else f"{found.p_holm:.3f}"
     return [difference, "-" if low == "-" else f"{low} to {high}", p, str(found.pairs)]
 
 
 # --- for a paper: numbers as they are, for CSV and pandas ---
 
 
-def numbers(rows: Sequence[Row], form: ReportForm) -> Sequence[Json]:
+def numbers(rows: Sequence[Row], form: ReportForm) -> Sequence[Tree]:
     """A line per row: mean and standard deviation of each column, and how many of the row's runs count."""
     compared, keys, found = against(rows, form), columns(rows, form), []
     for row in rows:
@@ -236,7 +256,7 @@ def domain_table(rows: Sequence[Row], metric: MetricKey, keys: Sequence[MetricKe
     return f"{metric.title}, by domain", lines
 
 
-def measures_of_clients(run: Run) -> dict[str, MetricKey]:
+def measures_of_clients(run: Result) -> dict[str, MetricKey]:
     """The main metric and `evaluate.metrics` by their keys in clients.jsonl, first on the clients' own examples."""
     names = dict.fromkeys((run.summary.of_task.main, *run.summary.metrics))
     keys = {str(MetricKey(name, own)): MetricKey(name, whose) for own, whose in _PLACES.items() for name in names}
@@ -264,16 +284,19 @@ def participation_table(rows: Sequence[Row]) -> Lines:
     if that differs."""
     lines: Lines = []
     for row in rows:
-        run = next(filter(_clients_differ, row.counted), None)
+        if (run := next(filter(_clients_differ, row.counted), None)) is None:
+            continue
         trained: dict[str, dict[int, Mapping[str, float]]] = {}
-        for line in run.files.lines("clients.jsonl") if run else ():
+        for line in run.files.lines("clients.jsonl"):
             for client, values in line["clients"].items():
                 if "examples" in values:
                     trained.setdefault(client, {})[line["round"]] = values
         for client, found in sorted(trained.items(), key=lambda item: int(item[0]))[:_SHOWN_CLIENTS]:
             values = found[last := max(found)]
             own = [f"{values[key]:g}" if key in values else "" for key in OWN_TRAINING]
-            lines.append((row.label, client, f"{values['examples']:,.0f}", str(len(found)), str(last), *own))
+            lines.append(
+                (row.label, run.files.name_of(client), f"{values['examples']:,.0f}", str(len(found)), str(last), *own)
+            )
     titles = (
         "run",
         "client",
@@ -286,7 +309,7 @@ def participation_table(rows: Sequence[Row]) -> Lines:
     return [tuple(line[place] for place in shown) for line in (titles, *lines)]
 
 
-def _clients_differ(run: Run) -> bool:
+def _clients_differ(run: Result) -> bool:
     return bool(run.summary.own_data_sites or run.summary.missing or not {*OWN_TRAINING}.isdisjoint(run.clients))
 
 
@@ -374,6 +397,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
                 f"No {own.title}: {', '.join(lacking)}, whose clients were not evaluated. To measure it, "
                 "train these runs again: delete their folders and resume."
             )
+    rounds = {row.label: row.first.summary.rounds for row in rows if not row.marks}
+    if len({*rounds.values()}) > 1:
+        found.append(f"Rounds differ: {few((f'{label} {number}' for label, number in rounds.items()), 8)}.")
     if any((run.config.get("data") or {}).get("random") for run in runs):
         found.append("Random examples; metrics mean nothing.")
     splits = [test for row in rows if len({run.summary.seed for run in row.runs}) > 1 and (test := held_out(row))]
@@ -399,8 +425,7 @@ _SHOWN_CLIENTS = 40
 def partition_table(partition: PartitionCounts) -> str:
     """The examples of each client by class, for `fedbn partition EXPERIMENT` and `fedbn explain EXPERIMENT`."""
     sizes, classes = partition.sizes, partition.classes if 1 < len(partition.classes) <= _SHOWN_CLASSES else ()
-    names = [f"{i} {name}" for i, name in enumerate(partition.clients)] or list(map(str, range(len(sizes))))
-    clients = list(zip(names, partition.counts, strict=True))
+    clients = list(zip(partition.names, partition.counts, strict=True))
     has_classes = len(partition.classes) > 1
     lines: Lines = [("client", "examples", *(["classes"] if has_classes else ()), *classes)]
     for name, row in (*clients[:_SHOWN_CLIENTS], ("all", list(map(sum, zip(*partition.counts, strict=True))))):
@@ -439,12 +464,13 @@ def as_markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([head, rule, *body]) + "\n"
 
 
-def as_text(lines: Sequence[Sequence[str]]) -> str:
-    """Columns aligned with spaces."""
+def as_text(lines: Sequence[Sequence[str]], width: float = math.inf) -> str:
+    """Columns aligned with spaces: the first two, and the others as far as they fit."""
     head, *body = [[printable(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+    fits = max(2, sum(end - 2 <= width for end in accumulate(2 + each for each in widths)))
     rows = [head, ["-" * width for width in widths], *body]
-    aligned = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    aligned = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])][:fits] for row in rows)
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
@@ -477,4 +503,7 @@ def tables(every: Sequence[Row], form: ReportForm = DEFAULT) -> list[Table]:
 
 
 def tables_as_text(found: Iterable[Table]) -> str:
-    return "\n\n".join((f"{name}\n" if name else "") + as_text(lines) for name, lines in found)
+    """As wide as the terminal; elsewhere as wide as they are."""
+    stream = getattr(sys.stdout, "rich_proxied_file", sys.stdout)  # below live lines rich replaces it
+    width = shutil.get_terminal_size().columns if stream.isatty() else math.inf
+    return "\n\n".join((f"{name}\n" if name else "") + as_text(lines, width) for name, lines in found)

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 from fedbn_flwr import __version__
 from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.results.folder.places import from_here
+from fedbn_flwr.results.text import in_markdown
+from fedbn_flwr.results.yaml_text import dump_yaml
 from fedbn_flwr.storage import to_json, writing
-from fedbn_flwr.text import in_markdown
-from fedbn_flwr.trees import Json
-from fedbn_flwr.yaml_text import dump_yaml
+from fedbn_flwr.trees import Tree
 
 from ..folder.files import write_text
 from ..metric_key import OWN, MetricKey
-from ..read.runs import Run, find_runs
+from ..read.runs import find_runs
+from ..result import Result
 from .curves import spent
-from .latex import as_latex
 from .pictures import Pictures, clients_plot, first_of, pictures_of_page, plot, sweeps_plot
 from .rows import Row, choose, group, runs_of, sweeps
 from .tables import (
@@ -50,9 +50,16 @@ _CURVE = ("round", "communication_rounds", "bytes_down", "bytes_up")  # in repor
 def write_report(
     folders: Sequence[Path], out: Path, form: ReportForm = DEFAULT, *, only_page: bool = False, whole: bool = True
 ) -> str:
-    """Write a report on the runs in `folders` into the folder `out`.
+    """Write a report on the runs in `folders` into the folder `out`, see `report_on`."""
+    return report_on(group(find_runs(folders)), out, form, only_page=only_page, whole=whole)
 
-    report.md has the tables, report.csv the first one without rounding, report.tex those for a paper, report.json the
+
+def report_on(
+    every: Sequence[Row], out: Path, form: ReportForm = DEFAULT, *, only_page: bool = False, whole: bool = True
+) -> str:
+    """Write a report on the rows of all runs into the folder `out`.
+
+    report.md has the tables, report.csv the first one without rounding, report.json the
     settings, summary and curve of each run, and report.html everything in one page. Pictures are PNG and SVG: `report`
     the curves, `sweep` the values of sweeps, `clients` a box plot of clients. Without matplotlib there are none; the
     text names the extra. Returns the tables as text, and the paths of report.md, report.png and report.html.
@@ -60,7 +67,6 @@ def write_report(
     With `only_page` only the page is written; `out` may then be its file, ending in .html. If it isn't `whole`, it has
     the pictures of the files only: to draw each measure takes longer than a short run.
     """
-    every = group(find_runs(folders))
     rows, found, notices = choose(every), tables(every, form), notes(every)
     shown, missing = _pictures(rows, form)
     file = out if only_page and out.suffix == ".html" else out / "report.html"
@@ -75,7 +81,6 @@ def write_report(
         images = (f"![{name}]({name}.png)\n" for name in shown)
         _write(out / "report.md", "\n".join([*sentences, *parts, *images]))
         _write(out / "report.csv", as_csv(rows, form))
-        _write(out / "report.tex", as_latex(rows, form))
         _write(out / "report.json", to_json([_content(run, row in rows) for row in every for run in row.runs]) + "\n")
         paths = {"table": out / "report.md", **({"plot": out / "report.png"} if shown else {}), **paths}
     pictures = pictures_of_page(rows, form) if shown and whole else [("Pictures", "", shown.values())]
@@ -92,11 +97,10 @@ def _write(file: Path, text: str) -> None:
 
 def _pictures(rows: Sequence[Row], form: ReportForm) -> tuple[dict[str, Plot], str]:
     """The pictures by the names of their files; or none, and why."""
-    swept = sweeps(rows)
     try:
         found = {
             "report": plot(rows, first_of(rows, form)),
-            "sweep": sweeps_plot(swept, form) if swept else None,
+            "sweep": sweeps_plot(rows, form) if sweeps(rows) else None,
             "clients": clients_plot(rows),
         }
     except MissingPackage as error:  # a server's image may lack it; the run's results do not depend on it
@@ -104,7 +108,7 @@ def _pictures(rows: Sequence[Row], form: ReportForm) -> tuple[dict[str, Plot], s
     return {name: picture for name, picture in found.items() if picture is not None}, ""
 
 
-def _content(run: Run, chosen: bool) -> Json:
+def _content(run: Result, chosen: bool) -> Tree:
     """A run's settings, summary and curve: the evaluated rounds, with the traffic up to each of them.
 
     Candidates of `tune` that are not in the other tables and plots have `"chosen": false`.
@@ -147,6 +151,6 @@ def _svg(number: int, picture: Plot) -> str:
     return svg[svg.index("<svg") + 4 :]
 
 
-def _details(run: Run) -> dict[str, str]:
+def _details(run: Result) -> dict[str, str]:
     parts = {"Settings": run.config, "Results": run.values, "Environment": run.files.read("environment.json")}
     return {name: dump_yaml(found) for name, found in parts.items() if found}

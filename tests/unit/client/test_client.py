@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,7 +28,6 @@ from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.messages.arrays import pack, unpack
 from tests.support.federations import Federations, failing, near, replaced, same
-from tests.support.foreign import Foreign
 
 
 def message(node: int, arrays: ArrayRecord, kind: str = "train", **config: Any) -> Message:
@@ -71,7 +70,7 @@ def test_fit_and_evaluate_equal_sgd_by_hand(federation: Federations) -> None:
     logits = twin.eval()(inputs)
     loss, num_examples, metrics = client.evaluate(result, {})
     assert (num_examples, metrics["accuracy"]) == (12, float((logits.argmax(1) == targets).double().mean()))
-    assert loss == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-6)
+    assert loss == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-4)
 
 
 def test_what_it_returned_does_not_change_as_it_trains_on(federation: Federations) -> None:
@@ -204,11 +203,19 @@ def test_a_query_makes_a_client_only_where_it_asks_for_readiness() -> None:
     ("kind", "config", "words"),
     [
         *(
-            (kind, {"fedbn_freze": "statistics"}, "asks for 'fedbn.freze' (= 'statistics') .*mean 'fedbn.freeze'?")
+            (
+                kind,
+                {"fedbn_fixbn_freze": "statistics"},
+                "asks for 'fedbn.fixbn-freze' (= 'statistics') .*mean 'fedbn.fixbn-freeze'?",
+            )
             for kind in ("train", "evaluate")
         ),
-        ("train", {"fedbn_freeze": "statistics,weights"}, "fedbn.freeze names 'weights'; known: affine, statistics"),
-        ("train", {"fedbn_freeze": "statistic"}, "did you mean 'statistics'?"),
+        (
+            "train",
+            {"fedbn_fixbn_freeze": "statistics,weights"},
+            "fedbn.fixbn-freeze names 'weights'; known: affine, statistics",
+        ),
+        ("train", {"fedbn_fixbn_freeze": "statistic"}, "did you mean 'statistics'?"),
     ],
 )
 def test_keys_and_roles_that_are_unknown_are_named(
@@ -424,9 +431,8 @@ def test_a_parameter_for_the_config_has_no_default_or_is_called_config(make: Any
     received: list[Any] = []
 
     @functools.wraps(make)
-    def made(*given: Any) -> Foreign:
+    def made(*given: Any) -> Any:
         received.extend(make(*given))
-        return Foreign()
 
     ask(LocalGrid(client_app(made), 1), message(1, pack({"a": np.zeros(2)})))
     assert len(received) == expected
@@ -457,30 +463,6 @@ def test_counters_that_are_sent_as_floats_are_rounded(federation: Federations) -
     state["1.num_batches_tracked"] = np.array(15.999999999999998)
     (reply,) = ask(fed.grid(), message(1, pack(state)))
     assert counters(unpack(reply.content["arrays"])) == [18]
-
-
-# --- a NumPyClient of another project ----------------------------------------
-
-
-class Short(Foreign):
-    def fit(self, parameters: list[np.ndarray], config: dict[str, Any]) -> Any:
-        return parameters[:1], 1, {}
-
-
-def test_a_foreign_numpy_client_is_served() -> None:
-    """It may know the name of the run, and cannot freeze."""
-    grid, arrays = LocalGrid(client_app(lambda context: Foreign()), 1), pack({"a": np.zeros(2), "b": np.ones(3)})
-    frozen = message(1, arrays, fedbn_freeze="statistics")
-    train, evaluate, refused = ask(grid, message(1, arrays, fedbn_run="a"), message(1, arrays, "evaluate"), frozen)
-    assert {key: value.tolist() for key, value in unpack(train.content["arrays"]).items()} == {
-        "a": [1] * 2,
-        "b": [2] * 3,
-    }
-    assert train.content["metrics"] == MetricRecord({"num-examples": 7, "flag": 1, "score": 0.5})
-    assert evaluate.content["metrics"] == MetricRecord({"loss": 0.25, "num-examples": 3, "accuracy": 0.5, "count": 4})
-    assert "'fedbn.freeze'" in reason(refused)
-    (short,) = ask(LocalGrid(client_app(lambda context: Short()), 1), message(1, arrays))
-    assert "fit() received 2 arrays and returned 1" in reason(short)
 
 
 # --- random numbers, and rounds that fail ---
@@ -560,6 +542,15 @@ def test_clients_share_a_model_that_computes_with_its_counters() -> None:
     assert all(map(same, *found))
 
 
+def test_the_parameters_of_a_client_are_those_of_its_own_last_fit() -> None:
+    model = small()
+    clients = [BNClient(model, shuffled(), lr=0.5, context=context(number)) for number in range(3)]
+    initial = clients[0].get_parameters({})
+    results = [client.fit([value + number for value in initial], {})[0] for number, client in enumerate(clients[:2])]
+    for client, expected in zip(clients, [*results, initial], strict=True):
+        assert all(map(np.array_equal, client.get_parameters({}), expected))
+
+
 def test_exchanges_need_a_client_app() -> None:
     client = BNClient(small(), shuffled())
     with pytest.raises(MessageError, match="exchanges with the other clients need a ClientApp made by fedbn_flwr"):
@@ -572,14 +563,16 @@ def test_a_round_leaves_no_cycle_that_would_keep_its_tensors_in_memory() -> None
     gc.collect()
     gc.disable()
     try:
-        client.train_round(sent_by(client), {"proximal-mu": 0.5, "fedbn.control": True, "fedbn.freeze": "statistics"})
+        client.train_round(
+            sent_by(client), {"proximal-mu": 0.5, "fedbn.scaffold": True, "fedbn.fixbn-freeze": "statistics"}
+        )
         del client
         assert alive() is None
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("config", [{"fedbn.freeze": "statistics"}, {}])
+@pytest.mark.parametrize("config", [{"fedbn.fixbn-freeze": "statistics"}, {}])
 def test_frozen_batch_norms_have_no_statistics_to_exchange(config: dict[str, Any]) -> None:
     def exchange(contribution: Contribution) -> Agreement:
         raise InterruptedError(contribution.kind)

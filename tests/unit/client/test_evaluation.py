@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr import BNClient, LocalGrid, build_model
+from fedbn_flwr import BNClient, build_model
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.data.load import load
@@ -23,12 +21,13 @@ from fedbn_flwr.data.partitions import share_test
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
-from fedbn_flwr.experiment.listeners.evaluate import own_means, values_of
+from fedbn_flwr.experiment.listeners.evaluate import own_means, values_in
 from fedbn_flwr.experiment.prepare import make_rule
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.strategies import as_rule
+from fedbn_flwr.tasks import TASKS
 from tests.support.nets import net, some_batches
 
 CPU = torch.device("cpu")
@@ -172,13 +171,8 @@ def test_a_client_without_own_test_images_is_left_out_of_their_mean() -> None:
         {"own-accuracy": 0.7, "num-examples": 300, "partition-id": 1},
         {"num-examples": 9, "partition-id": 2},
     ]
-    LocalGrid(ClientApp(), 1)  # sets the identity without which Flower makes no message
-    question = Message(RecordDict(), 1, "evaluate")
-    replies = [
-        Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.1, "loss": 1.0, **each})}), reply_to=question)
-        for each in sent
-    ]
-    assert own_means(values_of(replies, "test_examples")) == {"own_accuracy": pytest.approx(0.6, rel=1e-15)}
+    values = {each["partition-id"]: values_in({"accuracy": 0.1, "loss": 1.0, **each}, "test_examples") for each in sent}
+    assert own_means(values) == {"own_accuracy": pytest.approx(0.6, rel=1e-15)}  # type: ignore[arg-type]
 
 
 def test_a_summary_says_whose_accuracy_and_which_statistics(runs: dict[str, Path]) -> None:
@@ -289,3 +283,12 @@ def test_a_metric_receives_what_a_model_returns_if_it_is_a_tuple() -> None:
     batches = [(x[:4], y[:4]), (x[4:], y[4:])]
     found = evaluate(Spread(), batches, lambda o, t: F.gaussian_nll_loss(o[0], t, o[1]), torch.device("cpu"), [error])
     assert found["error"] == pytest.approx(float((x[:, 0] - y).abs().mean()))
+
+
+@pytest.mark.parametrize("last", [nn.Sigmoid(), nn.Identity()], ids=["sigmoid", "logits"])
+def test_a_binary_model_that_ends_in_a_sigmoid_gets_a_hint(
+    last: nn.Module, flower_log: pytest.LogCaptureFixture
+) -> None:
+    inputs = torch.linspace(-3, 3, 40)[:, None]
+    evaluate(last, [(inputs, (inputs > 0).float())], nn.MSELoss(), torch.device("cpu"), task=TASKS["binary"])
+    assert ("remove the sigmoid" in flower_log.text) == isinstance(last, nn.Sigmoid)

@@ -77,7 +77,7 @@ def trained(
     optimizer = make_optimizer("sgd", parameters, lr, momentum=momentum, clip=clip)
     for rule in rules:
         rule.local = SimpleNamespace(received=parameters)  # type: ignore[assignment]
-    return train(Training(model, data, optimizer, F.cross_entropy, CPU, rules, **more))
+    return train(Training(model, lambda: data, optimizer, F.cross_entropy, CPU, rules, **more))
 
 
 def assert_same(one: nn.Module, two: nn.Module) -> None:
@@ -87,10 +87,10 @@ def assert_same(one: nn.Module, two: nn.Module) -> None:
 def test_train_equals_a_loop_of_pytorch_bit_for_bit() -> None:
     """The loss is the mean over the examples of batches of 6, 6 and 4."""
     how = {"momentum": 0.9, "weight_decay": 0.01}
-    model, data = problem()
+    model, data = problem(torch.float64)
     twin = copy.deepcopy(model)
     optimizer = make_optimizer("sgd", dict(model.named_parameters()), 0.1, **how)
-    found = train(Training(model, data * 2, optimizer, F.cross_entropy, CPU))
+    found = train(Training(model, (data * 2).copy, optimizer, F.cross_entropy, CPU))
     theirs, total = torch.optim.SGD(twin.parameters(), lr=0.1, **how), 0.0
     for inputs, targets in data * 2:
         theirs.zero_grad()
@@ -100,7 +100,7 @@ def test_train_equals_a_loop_of_pytorch_bit_for_bit() -> None:
         total += loss.item() * len(targets)
     assert_same(model, twin)
     assert (found.first_batch, found.steps, found.memos) == (6, 6, [])
-    assert found.loss == pytest.approx(total / 32, rel=1e-6)
+    assert found.loss == pytest.approx(total / 32, rel=1e-12)
 
 
 class Decay(ClientRule):
@@ -123,11 +123,12 @@ def test_what_does_not_train_or_has_no_gradient_does_not_change() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.used(self.frozen(x))
 
-    net, (_, data) = Net(), problem()
+    net, (_, data) = Net().double(), problem(torch.float64)
     before = copy.deepcopy(net.state_dict())
     trained(net, data, Decay())
-    changed = {key for key, value in net.state_dict().items() if not value.equal(before[key])}
-    assert changed == {"used.weight", "used.bias"}
+    for name, layer in net.named_children():
+        for key, value in layer.state_dict(prefix=f"{name}.").items():
+            assert value.equal(before[key]) is (name != "used"), key
 
 
 class Noting(ClientRule):
@@ -257,7 +258,7 @@ def test_bfloat16_is_only_for_passes() -> None:
         each = copy.deepcopy(model)
         optimizer = make_optimizer("sgd", dict(each.named_parameters()), 0.1, momentum=0.9)
         passes = partial(backpropagate, precision=precision)
-        found = train(Training(each, [batch], optimizer, F.cross_entropy, CPU, gradient=passes))
+        found = train(Training(each, [batch].copy, optimizer, F.cross_entropy, CPU, gradient=passes))
         assert math.isfinite(found.loss)
         tensors = [*each.state_dict().values(), *optimizer.state().values()]
         assert {tensor.dtype for tensor in tensors} == {torch.float32, torch.int64}
@@ -268,6 +269,6 @@ def test_bfloat16_is_only_for_passes() -> None:
     assert set(seen.values()) == {torch.float32}
     rounded = gradients(torch.bfloat16)
     assert (seen["0"], seen["4"]) == (torch.bfloat16, torch.bfloat16)
-    assert 0 < (rounded - exact).norm() / exact.norm() < 0.02
+    assert 0 < (rounded - exact).norm() / exact.norm() < 0.1
     evaluate(model, [batch], F.cross_entropy, CPU)
     assert set(seen.values()) == {torch.float32}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from tests.support.command import ROOT, commands_of
 from tests.support.pages import Page
 
@@ -32,7 +32,9 @@ def test_every_command_is_on_the_page_and_has_help(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as ended:
         cli.main(["--help"])
     assert ended.value.code == 0
-    for name in re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE):
+    help = capsys.readouterr().out
+    assert (cli.main([]), capsys.readouterr().out) == (2, help)
+    for name in re.findall(r"^    (\w+) ", help, re.MULTILINE):
         assert re.search(rf"^## .*\b{name}\b", PAGE, re.MULTILINE), name
         with pytest.raises(SystemExit) as ended:
             cli.main([name, "--help"])
@@ -47,7 +49,9 @@ def test_every_command_is_on_the_page_and_has_help(capsys: pytest.CaptureFixture
         (["list", "strategy"], "did you mean 'strategies'?"),
         (["run", "demo", "--engine", "rai"], "did you mean 'ray'?"),
         (["run", "demo", "--bla"], "--bla"),
-        ([], "COMMAND"),
+        (["run", "demo", "--rounds", "5"], "write rounds=5"),
+        (["explain", "demo", "--train.lr=0.1"], "write train.lr=0.1"),
+        (["run", "demo", "model.name=torchvision.models:resnet99"], " resnet50, resnet34, "),
     ],
 )
 def test_wrong_words_are_one_line_and_exit_code_2(

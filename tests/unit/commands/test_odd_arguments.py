@@ -8,21 +8,16 @@ import os
 import shlex
 import signal
 import sys
-import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-from fedbn_flwr import cli
-from fedbn_flwr.commands import flower_app, simulation
+from fedbn_flwr.commands import cli, flower_app
 from fedbn_flwr.commands.common import parse_pairs
-from fedbn_flwr.errors import MissingPackage
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.results.folder.writer import RunFolder
-from tests.support.command import ROOT, fedbn
-from tests.support.network import wait_for
+from tests.support.command import ROOT
 from tests.support.refusals import refusal
 from tests.support.runs import write_run
 
@@ -89,43 +84,38 @@ def test_standard_output_may_lack_unicode(tmp_path: Path, monkeypatch: pytest.Mo
     assert b"stra\\xdfe" in shown.getvalue()
 
 
+OTHER_APP = (
+    '[project]\nname = "other"\n[tool.flwr.app.components]\nserverapp = "a:b"\nclientapp = "a:c"\n'
+    '[tool.flwr.app.config]\nout = ""\n'
+)
+
+
 def test_out_of_another_flower_app_is_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    app = tmp_path / "app"
-    app.mkdir()
-    (app / "pyproject.toml").write_text(
-        '[project]\nname = "other"\n[tool.flwr.app.components]\nserverapp = "a:b"\nclientapp = "a:c"\n'
-        '[tool.flwr.app.config]\nout = ""\n'
-    )
+    (tmp_path / "pyproject.toml").write_text(OTHER_APP)
     run = RunFolder(tmp_path / "out")
     write_run(run.path, "label", status="running")
 
-    def stopped(_: Path, run_config: dict[str, Any], __: str) -> None:
+    def stopped(*_: object, run_config: dict[str, Any], **__: object) -> None:
         assert run_config["out"] in (5, str(run.path))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(simulation, "run_app", stopped)
+    monkeypatch.setattr(flower_app, "run_app", stopped)
     for out in ("out=5", f"out='{run.path}'"):
-        assert cli.main(["flwr", "run", str(app), "--run-config", out]) == 130
+        assert cli.main(["flwr", "run", str(tmp_path), "--run-config", out]) == 130
     assert "stopped" in capsys.readouterr().err
-    assert cli.main(["flwr", "run", str(app), "--run-config", "lr=0.1"]) == 2
+    assert cli.main(["flwr", "run", str(tmp_path), "--run-config", "lr=0.1"]) == 2
     assert "--run-config has no key 'lr'; known: out" in capsys.readouterr().err
     assert json.loads((run.path / "summary.json").read_text())["status"] == "running", "it is not written to"
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "module"),
-    [
-        ("pairs", [], simulation),
-        ("a file", [], simulation),
-        ("pairs", ["--engine", "local", "--workers", "2"], flower_app),
-    ],
+    ("given", "options"), [("pairs", []), ("a file", ["--engine", "ray"]), ("pairs", ["--workers", "2"])]
 )
 def test_the_command_that_continues_a_flower_run_resumes_it(
     given: str,
     options: list[str],
-    module: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -140,7 +130,7 @@ def test_the_command_that_continues_a_flower_run_resumes_it(
         write_run(out / "FixBN", "FixBN", status="running", config={"rounds": 10})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "run_app", stopped)
+    monkeypatch.setattr(flower_app, "run_app", stopped)
     words = ["flwr", "run", str(ROOT), *options, "--run-config", pairs if given == "pairs" else str(file)]
     assert cli.main(words) == 130
     shown = shlex.split(capsys.readouterr().err.partition("continue with: ")[2].splitlines()[0])
@@ -152,14 +142,12 @@ def test_the_command_that_continues_a_flower_run_resumes_it(
 @pytest.mark.parametrize(
     ("before", "meanwhile"), [(signal.SIG_DFL, signal.default_int_handler), (signal.SIG_IGN, signal.SIG_IGN)]
 )
-def test_a_simulation_under_nohup_ignores_the_end_of_its_terminal(
+def test_a_flower_app_under_nohup_ignores_the_end_of_its_terminal(
     before: signal.Handlers, meanwhile: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "other"\n[tool.flwr.app.components]\nserverapp = "a:b"\nclientapp = "a:c"\n'
-    )
+    (tmp_path / "pyproject.toml").write_text(OTHER_APP)
     seen = []
-    monkeypatch.setattr(simulation, "run_app", lambda *_: seen.append(signal.getsignal(signal.SIGHUP)))
+    monkeypatch.setattr(flower_app, "run_app", lambda *_, **__: seen.append(signal.getsignal(signal.SIGHUP)))
     own = signal.signal(signal.SIGHUP, before)
     try:
         assert cli.main(["flwr", "run", str(tmp_path)]) == 0
@@ -169,76 +157,43 @@ def test_a_simulation_under_nohup_ignores_the_end_of_its_terminal(
         signal.signal(signal.SIGHUP, own)
 
 
-def test_a_simulation_without_ray_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
-    with pytest.raises(
-        MissingPackage, match=r"Flower's simulation needs .*'ray'.*: pip install 'PATH/TO/CLONE\[run\]'"
-    ):
-        simulation.run_app(tmp_path, {}, {})
-
-
-def test_an_interrupted_simulation_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C stays an interruption: on a busy machine, to end Ray's processes can take longer than it is waited for."""
-    (tmp_path / "stubborn.py").write_text(
-        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        f"open({str(tmp_path / 'ready')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
-    )
-    monkeypatch.setattr(simulation, "__name__", "stubborn")  # the module that the process runs
-    monkeypatch.setattr(simulation, "_STOP_TIMEOUT", 0.1)
-
-    def interrupt() -> None:
-        wait_for("the process", lambda: (tmp_path / "ready").exists() and (tmp_path / "ready").read_text() != "")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    sender = threading.Thread(target=interrupt)
-    sender.start()
-    with pytest.raises(KeyboardInterrupt):
-        simulation.run_app(tmp_path, {}, {})
-    sender.join()
-    process = Path("/proc", (tmp_path / "ready").read_text())
-    wait_for("its end", lambda: not process.exists() or "(zombie)" in (process / "status").read_text())
-
-
-@pytest.mark.slow
-def test_a_simulation_says_how_many_nodes_it_has_by_default(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "other"\nversion = "1.0"\n[tool.flwr.app]\npublisher = "me"\n'
-        '[tool.flwr.app.components]\nserverapp = "absent:b"\nclientapp = "absent:c"\n'
-    )
-    for given, says in (("client-resources-num-cpus=1", True), ("num-supernodes=3", False)):
-        done = fedbn("flwr", "run", tmp_path, "--federation-config", given, cwd=tmp_path)
-        assert done.returncode == 1
-        assert ("2 nodes, Flower's default; for another number" in done.stdout) is says, done.stdout + done.stderr
+OF_EXPERIMENT = [str(ROOT), "--run-config", "experiment='quick' set='clients=4' out='OUT'"]
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("words", "nodes", "actors"),
     [
-        ([], {"num-supernodes": 4, "client-resources-num-cpus": 1}),
-        (["--federation-config", "verbose=true"], {"num-supernodes": 4, "verbose": True}),
-        (["--federation-config", "num-supernodes=9"], {"num-supernodes": 9}),
+        ([], 2, None),
+        (OF_EXPERIMENT, 4, None),
+        ([*OF_EXPERIMENT, "--federation-config", "num-supernodes=9"], 9, None),
+        ([*OF_EXPERIMENT, "--engine", "ray"], 4, {"cpus": 1, "gpus": 0}),
+        (["--engine", "ray", "--federation-config", "client_resources_num_cpus=2"], 2, {"cpus": 2, "gpus": 0}),
     ],
 )
-def test_an_experiment_has_a_node_per_client(
-    given: list[str], expected: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_flower_app_has_its_number_of_nodes_and_their_resources(
+    words: list[str],
+    nodes: int,
+    actors: object,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def stopped(_: Path, __: dict[str, Any], federation: dict[str, Any]) -> None:
-        assert expected.items() <= federation.items()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(simulation, "run_app", stopped)
-    run_config = f"experiment='quick' set='clients=4' out='{tmp_path / 'out'}'"
-    assert cli.main(["flwr", "run", str(ROOT), "--run-config", run_config, *given]) == 130
+    (tmp_path / "pyproject.toml").write_text(OTHER_APP)
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr(flower_app, "run_app", lambda _, nodes, **options: seen.append((nodes, options["actors"])))
+    assert cli.main(["flwr", "run", *words]) == 0
+    assert seen == [(nodes, actors)]
+    assert ("2 nodes, Flower's default; for another number" in capsys.readouterr().out) is (nodes == 2)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ("foo=2", "--federation-config has no key 'foo'; known: "),
-        ("num-supernode=2", "no key 'num-supernode'; did you mean 'num-supernodes'?"),
-        ("num-supernodes='x'", "num-supernodes is 'x'; expected a number from 1 on"),
-        ("num-supernodes=0", "num-supernodes is 0; expected a number from 1 on"),
-        ("num-supernodes=2", "num-supernodes is 2; expected a number from 4 on"),
+        ("foo=2", "--federation-config has no key 'foo' on the engine 'local'; known: num-supernodes"),
+        ("client-resources-num-cpus=2", "no key 'client-resources-num-cpus' on the engine 'local'; known: num-super"),
+        ("num-supernode=2", "no key 'num-supernode' on the engine 'local'; did you mean 'num-supernodes'?"),
+        ("num-supernodes='x'", "num-supernodes is 'x'; expected a number from 4 on"),
         ("num_supernodes=3", "num-supernodes is 3; expected a number from 4 on"),
     ],
 )

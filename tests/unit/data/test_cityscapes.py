@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from fedbn_flwr.data.batches import ClientBatches, TestBatches
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source

@@ -137,6 +137,11 @@ def test_order_depends_on_seed_round_client_and_epoch_only() -> None:
     assert len({tuple(order) for order in [first, *others]}) == 5
 
 
+def test_which_of_equal_classes_gets_the_last_row_depends_on_the_seed() -> None:
+    drawn = [int(dataset.draw(1, [torch.arange(4)], number=seed)) for seed in range(40)]
+    assert set(drawn) == {0, 1, 2, 3}
+
+
 @pytest.mark.parametrize(("count", "batch_size", "sizes"), [(9, 4, [4, 4]), (1, 4, [1]), (6, 1, [1] * 6)])
 def test_a_batch_of_one_image_is_left_out_if_it_is_the_last_of_larger_ones(
     count: int, batch_size: int, sizes: list[int]
@@ -334,10 +339,8 @@ def test_an_image_above_pillow_s_limit_is_named_by_its_row(folder: Path, monkeyp
         load(Source(name=str(folder), size=4))
 
 
-def test_images_of_several_sizes_need_a_size(folder: Path) -> None:
+def test_images_of_several_sizes_are_resized(folder: Path) -> None:
     write_both(folder, [*pixels(1, (4, 4)), *pixels(1, (6, 5))], [0, 1])
-    with pytest.raises(DataError, match=r"several sizes \(4x4, 6x5, \.\.\.\); set data\.size"):
-        load(Source(name=str(folder)))
     data = load(Source(name=str(folder), size=3))
     assert data.train.inputs.shape == (2, 1, 3, 3)
 
@@ -360,57 +363,49 @@ def test_resizing_equals_that_of_pil(folder: Path) -> None:
     np.testing.assert_array_equal(found.numpy(), np.asarray(expected).transpose(2, 0, 1))
 
 
-@pytest.mark.parametrize(
-    ("train", "test", "message"),
-    [
-        ((4, 4), (6, 6), r"training examples have the shape \(1, 4, 4\), test examples \(1, 6, 6\)"),
-        ((6, 6), (6, 6, 3), r"training examples have the shape \(1, 6, 6\), test examples \(3, 6, 6\)"),
-    ],
-)
-def test_train_and_test_of_different_shapes_are_an_error(
-    train: tuple[int, ...], test: tuple[int, ...], message: str, folder: Path
-) -> None:
-    write_split(folder, "train", [png(image) for image in pixels(2, train)], [0, 1])
-    write_split(folder, "test", [png(image) for image in pixels(2, test)], [0, 1])
-    with pytest.raises(DataError, match=message):
-        load(Source(name=str(folder)))
+def pngs(count: int, *shape: int) -> list[bytes | None]:
+    return [png(image) for image in pixels(count, shape)]
 
 
 WHOLE = png(pixels(1, (32, 32))[0])
+COLUMNS = r" is not a column.*picture \(Image\), kind \(ClassLabel\), number \(int64\)"
 
 
 @pytest.mark.parametrize(
-    ("count", "bad", "image"),
+    ("train", "test", "options", "message"),
     [
-        (2, 1, b"not an image"),
-        (3, 2, WHOLE[: len(WHOLE) // 2]),
-        (2, 1, None),
-        *((40, bad, b"not an image") for bad in (0, 13, 39)),
+        (pngs(2, 4, 4), pngs(2, 6, 6), {}, r"examples have the shape \(1, 4, 4\), test examples \(1, 6, 6\)"),
+        (pngs(2, 6, 6), pngs(2, 6, 6, 3), {}, r"examples have the shape \(1, 6, 6\), test examples \(3, 6, 6\)"),
+        ([*pngs(1, 4, 4), *pngs(1, 6, 5)], pngs(1, 4, 4), {}, r"several sizes \(4x4, 6x5, \.\.\.\); set data\.size"),
+        ([WHOLE, b"not an image"], [WHOLE], {}, "the image in row 1 cannot be read"),
+        ([WHOLE, WHOLE, WHOLE[: len(WHOLE) // 2]], [WHOLE], {}, "the image in row 2 cannot be read"),
+        ([WHOLE, None], [WHOLE], {}, "the image in row 1 cannot be read"),
+        *(
+            (
+                [*[WHOLE] * bad, b"not an image", *[WHOLE] * (39 - bad)],
+                [WHOLE],
+                {},
+                f"image in row {bad} cannot be read",
+            )
+            for bad in (0, 13, 39)
+        ),
+        (
+            [WHOLE],
+            [WHOLE],
+            {"test": "validation"},
+            r"no validation\*\.parquet \(or \.csv, \.npz\) for data\.test='validation'; .* contains .*train\.parquet",
+        ),
+        ([WHOLE], [WHOLE], {"label": "kin"}, r"data\.label='kin'" + COLUMNS),
+        ([WHOLE], [WHOLE], {"inputs": "photo"}, r"data\.inputs='photo'" + COLUMNS),
     ],
-    ids=["no image", "cut off", "missing", "first of 40", "14th of 40", "last of 40"],
 )
-def test_an_image_that_cannot_be_read_is_named_by_its_row(
-    count: int, bad: int, image: bytes | None, folder: Path
+def test_what_is_wrong_with_a_folder_of_parquet_is_named(
+    train: list[bytes | None], test: list[bytes | None], options: dict[str, str], message: str, folder: Path
 ) -> None:
-    images = [image if row == bad else WHOLE for row in range(count)]
-    write_split(folder, "train", images, [row % 3 for row in range(count)])
-    write_split(folder, "test", [WHOLE], [0])
-    with pytest.raises(DataError, match=f"the image in row {bad} cannot be read"):
-        load(Source(name=str(folder)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"label": "kin"}, r"data\.label='kin' is not a column"),
-        ({"inputs": "photo"}, r"data\.inputs='photo' is not a column"),
-    ],
-)
-def test_a_wrong_column_lists_the_columns(folder: Path, options: dict[str, str], message: str) -> None:
-    write_both(folder, pixels(2, (4, 4)), [0, 1])
-    with pytest.raises(DataError, match=message) as caught:
+    for split, images in (("train", train), ("test", test)):
+        write_split(folder, split, images, [row % 3 for row in range(len(images))])
+    with pytest.raises(DataError, match=message):
         load(Source(name=str(folder), **options))
-    assert "picture (Image), kind (ClassLabel), number (int64)" in str(caught.value)
 
 
 NAMED = datasets.ClassLabel(names=["x", "y"])
@@ -476,15 +471,6 @@ def test_a_relative_folder_begins_where_the_command_was_started(
         load(Source(**given))
     monkeypatch.setenv(named.FOLDER, str(folder))  # as in Flower's processes, which run in a folder of their own
     assert len(load(Source(**given)).train.labels) == 1
-
-
-def test_a_missing_split_lists_what_is_there(folder: Path) -> None:
-    write_split(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
-    with pytest.raises(
-        DataError,
-        match=r"no validation\*\.parquet \(or \.csv, \.npz\) for data\.test='validation'; .* contains train\.parquet",
-    ):
-        load(Source(name=str(folder), test="validation"))
 
 
 def test_a_file_that_is_no_parquet_is_named(folder: Path) -> None:

@@ -87,7 +87,7 @@ def test_validation_keeps_together_what_the_test_split_does(table: Path) -> None
     source = Source(name=str(table), label=("sick",), test={"share": 0.2, "by": "patient"})  # type: ignore[arg-type]
     data = load(source)
     rows = torch.arange(len(data.train))[::2]
-    train, held = hold_out(data, rows, 0.25, 0, 1)
+    train, held = hold_out(data, {1: rows}, 0.25, 0)[1]
     assert sorted([*train.tolist(), *held.tolist()]) == rows.tolist()
     patients = [{int(row) % 40 for row in main_input(data.train.select(part).inputs)[:, 0]} for part in (train, held)]
     assert len(patients[1]) == round(len(patients[0] | patients[1]) / 4)
@@ -107,7 +107,10 @@ def test_the_columns_of_a_split_are_no_inputs(table: Path) -> None:
         ({"share": 0.2, "by": "pat"}, r"data\.test\.by='pat' is not a column"),
         ({"share": 0.01, "by": "patient"}, r"data\.test is 0\.01, which is 0 of 40 values of data\.test\.by='patient'"),
         ({"folds": 50, "by": "patient"}, r"data\.test\.folds is 50, more than the 40 values"),
-        ({"share": 0.2, "time": "sick"}, r"data\.test\.time='sick': .* has the time 'no'; expected numbers, or dates"),
+        (
+            {"share": 0.2, "time": "sick"},
+            r"data\.test\.time='sick': .* has other times than numbers, or dates .*: 'no'",
+        ),
     ],
 )
 def test_errors_name_the_key_and_the_column(table: Path, test: Any, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
-from tests.support.images import pixels, png, write_split
+from tests.support.images import pixels, png, write_pictures, write_split
 
 
 @pytest.fixture
@@ -73,17 +74,32 @@ def test_the_cache_keeps_the_images_used_last(folder: Path, monkeypatch: pytest.
     cache = Path(os.environ["FEDBN_CACHE"])
 
     def sizes() -> dict[str, int]:
-        return {file.name: file.stat().st_size for file in cache.iterdir()}
+        return {file.name: file.stat().st_size for file in cache.glob("*.npy")}
 
     monkeypatch.setenv("FEDBN_CACHE_GB", "2e-6")
+    for name, age in (("decoding-killed", 2 * decoding._OLD), ("decoding-now", 0), ("other", 2 * decoding._OLD)):
+        (cache / name).mkdir(parents=True)
+        os.utime(cache / name, (time.time() - age,) * 2)
     for count in (30, 31, 32):
-        monkeypatch.setattr(decoding, "_used", set())  # as in another process
         load(Source(name=str(folder), examples=count, test_examples=2))
         assert sum(sizes().values()) <= 2_000
         assert max(sizes().values()) == 128 + count * 36
-    before = sizes()
+    assert sorted(path.name for path in cache.glob("*/")) == ["decoding-now", "other"]
+    kept, before = load(Source(name=str(folder), examples=32, test_examples=2)), sizes()
     load(Source(name=str(folder), examples=40, test_examples=2))
-    assert before.items() <= sizes().items(), "a process keeps its own, whatever their size"
+    assert before.items() <= sizes().items(), "what is in use stays, whatever its size"
+    del kept
+    load(Source(name=str(folder), examples=31, test_examples=2))
+    assert not before.items() <= sizes().items()
+
+
+def test_an_image_file_that_has_changed_is_decoded_again(folder: Path) -> None:
+    write_pictures(folder, pixels(2, (6, 6)), "train/a", "test/a")
+    load(Source(name=str(folder)))
+    (file, (new,)) = folder / "train" / "a" / "0.png", pixels(1, (6, 6), seed=1)
+    file.write_bytes(png(new))
+    os.utime(file, (1, 1))  # two writes may have the same time
+    np.testing.assert_array_equal(load(Source(name=str(folder))).train.inputs[0, 0], new)
 
 
 def test_moments_are_those_of_all_pixels_however_many_are_read_at_once(folder: Path) -> None:

@@ -95,14 +95,3 @@ def test_labels_of_one_class_are_a_warning_that_has_the_key(
     flower_log.clear()
     opened(tmp_path, "npz", [1] * 8, classes=2)
     assert not flower_log.text, "a site may lack a class"
-
-
-@pytest.mark.parametrize(("mark", "point"), [(";", "."), (";", ","), ("\t", "."), (",", ".")])
-def test_the_first_line_of_a_csv_file_shows_its_delimiter(tmp_path: Path, mark: str, point: str) -> None:
-    frame = pd.DataFrame({"age": [1.5, 2.5, None, 4.5] * 5, "n": range(20), "y": ["a", "b"] * 10})
-    frame.to_csv(tmp_path / "a.csv", sep=mark, decimal=point, index=False)
-    data = load(Source(name=str(tmp_path / "a.csv"), label="y", test=0.25, missing="drop"))
-    assert data.input_names == ("age", "n")
-    assert sorted(set(data.train.inputs[:, 0].tolist())) == [1.5, 2.5, 4.5]
-    with pytest.raises(DataError, match=r"data\.label='z' is not a column of .*; its columns: age \(float64\), n"):
-        load(Source(name=str(tmp_path / "a.csv"), label="z", test=0.25))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
+from fedbn_flwr.experiment.data import load_data, splits_of
+from fedbn_flwr.experiment.settings import Data, Settings
 
 RNG = np.random.default_rng(0)
 LENGTHS = (3, 5, 4, 5)
@@ -151,9 +154,23 @@ def test_windows_of_a_series_are_on_one_side_of_the_split(test: object, tmp_path
     data = load(source)
     of_train, of_test = ({int(row) // 100 for row in part.inputs[:, 0, 0]} for part in (data.train, data.test))
     assert (len(of_train), len(of_test), of_train & of_test) == (6, 2, set())
-    kept, held = hold_out(data, torch.arange(len(data.train)), 1 / 3, 0, 0)
-    assert len({int(row) // 100 for row in data.train.inputs[held, 0, 0]}) == 2
-    assert len({int(row) // 100 for row in data.train.inputs[kept, 0, 0]}) == 4
+    series = data.train.inputs[:, 0, 0] // 100
+    kept, held = hold_out(data, {0: torch.arange(len(series))}, 1 / 3, 0)[0]
+    assert (len(series[held].unique()), len(series[kept].unique())) == (2, 4)
+
+
+@pytest.mark.parametrize("partition", [{"kind": "iid"}, {"kind": "dirichlet", "alpha": 1.0}], ids=str)
+def test_no_client_trains_on_a_series_that_another_one_validates_with(partition: object, tmp_path: Path) -> None:
+    long((9,) * 20).to_csv(tmp_path / "visits.csv", index=False)
+    data = Data(
+        name=str(tmp_path / "visits.csv"), **KEYS, test=0.25, partition=partition, window={"length": 4, "overlap": 0.5}
+    )
+    run = Settings(data=data, clients=3, evaluate={"validation": 0.3})
+    series, splits = load_data(data, "cpu").train.inputs[:, 0, 0] // 100, splits_of(run, "cpu")
+    kept, held = ({int(row) for part in parts for row in series[part]} for parts in zip(*splits.values(), strict=True))
+    assert (kept & held, len(kept | held)) == (set(), 15)
+    assert 2 <= len(held) <= 6
+    assert sum(map(len, itertools.chain(*splits.values()))) == len(series)
 
 
 def test_no_window_is_an_error_and_series_too_short_are_counted(

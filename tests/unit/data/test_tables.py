@@ -16,10 +16,12 @@ from sklearn.datasets import load_breast_cancer, load_diabetes
 
 from fedbn_flwr.batch import first
 from fedbn_flwr.data.batches import TestBatches
+from fedbn_flwr.data.columns import read
 from fedbn_flwr.data.dataset import DataSet, fewer, in_order
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import partition, share_test
 from fedbn_flwr.data.source import Source
+from fedbn_flwr.data.table import joined, table_of
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.experiment.data import load_data, shape_without_data, shares_of
 from fedbn_flwr.experiment.node import ClientParts
@@ -76,12 +78,6 @@ def test_without_names_the_inputs_are_all_numbers_that_have_no_other_use(tables:
         opened(tables / "all.csv", test=0.2)
 
 
-def test_labels_that_are_all_numbers_of_a_table_leave_no_inputs(tmp_path: Path) -> None:
-    pd.DataFrame({"age": [50.5, 61.5], "bp": [120.5, 130.5], "site": ["a", "b"]}).to_csv(tmp_path / "t.csv")
-    with pytest.raises(DataError, match=r"no column left for inputs, data\.label names age, bp; .*site \(string\)"):
-        opened(tmp_path / "t.csv", label=["age", "bp"], group="site", test=0.5)
-
-
 def test_a_share_is_held_out_of_each_class_and_group(tables: Path) -> None:
     data = opened(tables / "all.csv", label="diagnosis", group="site", test=0.2)
     assert len(data.test) == round(0.2 * 569)
@@ -96,15 +92,6 @@ def test_a_share_is_held_out_of_each_class_and_group(tables: Path) -> None:
         opened(tables / "all.csv", label="diagnosis")
     with pytest.raises(DataError, match=r"data\.test is 0\.0001, which is 0 of 569 examples"):
         opened(tables / "all.csv", label="diagnosis", test=0.0001)
-
-
-def test_a_split_in_files_of_two_kinds_is_refused(tmp_path: Path) -> None:
-    frame = cancer()
-    for name in ("train.csv", "test.csv"):
-        frame.to_csv(tmp_path / name, index=False)
-    frame[:9].to_parquet(tmp_path / "train_old.parquet")
-    with pytest.raises(DataError, match=r"the files of 'train' are \.parquet, \.csv; expected one kind"):
-        opened(tmp_path, label="diagnosis")
 
 
 def test_labels_and_groups_that_are_texts_in_one_split_are_texts_in_both(tmp_path: Path) -> None:
@@ -141,6 +128,45 @@ def test_two_files_are_training_and_test_split(tmp_path: Path) -> None:
     frame[400:].drop(columns="mean area").to_csv(tmp_path / "test.csv", index=False)
     with pytest.raises(DataError, match="test has no column mean area; expected the columns of train"):
         opened(tmp_path, label="diagnosis")
+
+
+ILL = "age,ill\n1,0\n2,1\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        ({"t.csv": "age,ill\n"}, {"test": 0.5}, "has no rows"),
+        (
+            {"t.csv": "age,city,ill\n1,Köln,0\n2,Bonn,1\n"},
+            {"inputs": "age"},
+            "the column 'city' contains text that isn't",
+        ),
+        (
+            {"t.csv": "age,bp,ill\n5.5,9.5,a\n6.5,8.5,b\n"},
+            {"label": ["age", "bp"]},
+            "no column left for inputs, data.lab",
+        ),
+        (
+            {"train.csv": ILL, "test.csv": "age,ill,age\n1,0,2\n"},
+            {},
+            r"test\.csv has 2 columns 'age'; rename all but one",
+        ),
+        (
+            {"train.csv": ILL, "train_old.tsv": ILL, "test.csv": ILL},
+            {},
+            r"files of 'train' are \.csv, \.tsv; expected one",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_one_message(
+    files: dict[str, str], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    given = {"label": "ill", "test": 0.5} if "t.csv" in files else {"label": "ill"}
+    with pytest.raises(DataError, match=message):
+        opened(tmp_path / "t.csv" if "t.csv" in files else tmp_path, **given | options)
 
 
 # --- values ------------------------------------------------------------------
@@ -182,20 +208,6 @@ def test_rows_with_missing_inputs_are_left_out_with_their_labels_and_groups(
     frame[:1].to_csv(tmp_path / "test.csv", index=False)
     with pytest.raises(DataError, match=r"every test example of '.*' \(1\) lacks an input or a label, so none is left"):
         opened(tmp_path, **chosen, missing="drop")
-
-
-def test_a_column_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
-    frame = pd.DataFrame({"age": range(20), "city": ["Köln", "Bonn"] * 10, "ill": [0, 1] * 10})
-    frame.to_csv(tmp_path / "t.csv", index=False, encoding="latin-1")
-    with pytest.raises(DataError, match=r"the column 'city' contains text that isn't UTF-8; save the file as UTF-8"):
-        opened(tmp_path / "t.csv", inputs="age", label="ill", test=0.2)
-
-
-def test_two_columns_of_one_name_are_named_with_their_file(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("age,ill\n1,0\n2,1\n")
-    (tmp_path / "test.csv").write_text("age,ill,age\n1,0,2\n2,1,3\n")
-    with pytest.raises(DataError, match=r"test\.csv has 2 columns 'age'; rename all but one"):
-        opened(tmp_path, label="ill")
 
 
 def test_a_column_of_infinite_values_or_of_none_is_named(tmp_path: Path) -> None:
@@ -284,6 +296,18 @@ def test_arrays_keep_their_shape(
     ((inputs, _),) = TestBatches(data.train, data.moments, 8)
     if dtype is not torch.int64:
         assert inputs.transpose(0, 1).flatten(1).mean(1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.uint8])
+def test_arrays_are_copied_once_and_parts_that_follow_one_another_not_again(kind: Any) -> None:
+    given = {part: table_of(part, {"inputs": np.ones((count, 3, 8, 8), kind), "labels": np.arange(count) % 2})
+             for part, count in (("train", 30), ("test", 10))}  # fmt: skip
+    whole = joined("own", *given.values())
+    data = read(Source(name="own"), whole)
+    places = {part.inputs.untyped_storage().data_ptr() for part in (data.train, data.test)}
+    assert len(places) == 1
+    alone = read(Source(name="own"), given["train"], trains=False).train.inputs
+    assert alone.data_ptr() == given["train"].rows("", "inputs").ctypes.data, "of one table they are not copied at all"
 
 
 def test_several_arrays_are_a_dict(tmp_path: Path) -> None:

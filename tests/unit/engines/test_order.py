@@ -1,10 +1,14 @@
-"""The order of messages on workers, with durations instead of real work: the time until the last worker is free."""
+"""The order of messages on workers, with durations instead of real work: the time until the last worker is free.
+
+No real time passes: the clock of the grid and its pool is `TimedPool.now`.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,7 @@ from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid
+from fedbn_flwr.engines import local
 from fedbn_flwr.engines.capabilities import OnReply
 from fedbn_flwr.engines.pool import Nodes, WorkerPool
 from fedbn_flwr.engines.worker import NodeWorker, Then
@@ -32,7 +37,7 @@ class Timed(NodeWorker):
     def send(self, then: Then, call: str, *arguments: Any) -> None:
         message, context = arguments
         node = message.metadata.dst_node_id
-        self.then, self.until = then, self.pool.now + self.pool.seconds[node]
+        self.then, self.until = then, TimedPool.now + self.pool.seconds[node]
         self.served.append(node)
         assert (context is None) == (self.pool._seats[node].parked)
         parked = message.metadata.message_type == EXCHANGE_QUERY
@@ -54,13 +59,17 @@ class TimedPool(WorkerPool[Timed]):
 
     def wait(self, busy: Sequence[Timed], timeout: float) -> Iterable[Timed]:
         first = min(busy, key=lambda worker: worker.until)
-        if first.until == math.inf or (not timeout and first.until > self.now):
-            return []
-        self.now = first.until
-        return [first]
+        TimedPool.now = max(self.now, min(first.until, self.now + timeout))
+        return [first] if first.until <= self.now else []
 
     def nodes_of(self, worker: Timed) -> set[int]:
         return {node for node, seat in self._seats.items() if seat.worker is worker}
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TimedPool, "now", 0.0)
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: TimedPool.now))
 
 
 class TimedGrid(LocalGrid):
@@ -77,10 +86,10 @@ class TimedGrid(LocalGrid):
         self.start()
 
     def ask(self, nodes: Iterable[int], kind: str = "train") -> float:
-        """The seconds until all of these nodes have answered."""
-        began = self.pool.now
-        self.send_and_receive([Message(RecordDict(), node, kind) for node in nodes], timeout=0.5)
-        return self.pool.now - began
+        """The seconds until all of these nodes have answered, or 99 where one hangs."""
+        began = TimedPool.now
+        self.send_and_receive([Message(RecordDict(), node, kind) for node in nodes], timeout=99)
+        return TimedPool.now - began
 
     def shares(self) -> list[set[int]]:
         """The nodes of each worker."""
@@ -98,12 +107,12 @@ def least(seconds: Sequence[float], workers: int) -> float:
 @pytest.mark.parametrize("kind", ["equal", "dirichlet", "shards"])
 def test_workers_are_busy_until_the_end(kind: str, workers: int) -> None:
     random = np.random.default_rng(workers)
-    images = {
-        "equal": np.full(100, 500.0),
-        "dirichlet": random.dirichlet([0.1] * 10, 10).reshape(-1) * 5000 + 20,
-        "shards": np.repeat([100.0, 300.0, 900.0, 2000.0], 25),
+    thousands = {
+        "equal": np.full(100, 0.5),
+        "dirichlet": random.dirichlet([0.1] * 10, 10).reshape(-1) * 5 + 0.02,
+        "shards": np.repeat([0.1, 0.3, 0.9, 2.0], 25),
     }[kind]
-    work = dict(enumerate(images, start=1))
+    work = dict(enumerate(thousands, start=1))
     grid = TimedGrid(work, workers)
     for _ in range(3):
         chosen = [int(node) for node in 1 + random.choice(100, size=5 * workers, replace=False)]
@@ -148,7 +157,7 @@ def test_a_worker_that_hangs_loses_its_own_node_only() -> None:
     grid.ask(range(2, 5), EXCHANGE_QUERY)
     assert grid.shares() == [{1}, {2, 3, 4}]
     assert {node for node, seat in grid.pool._seats.items() if seat.parked} == {2, 3, 4}
-    first.until = grid.pool.now  # it no longer hangs; what was given up is not handled
+    first.until = TimedPool.now  # it no longer hangs; what was given up is not handled
     grid.ask([1])
     assert first.served == [1, 1]
 

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
+from flwr.app.message import remove_content_from_message
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.proto.node_pb2 import NodeInfo
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.run import Run
+from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedbn_flwr import LocalGrid
-from fedbn_flwr.engines import network
 from fedbn_flwr.engines.network import PollingGrid
 from tests.support.federations import Federations
 
@@ -37,15 +43,6 @@ class SlowGrid(LocalGrid):
         self.pulled.append(message_ids)
         ready = [key for key in message_ids if self._to[key] not in self.lost] if next(self.looks) >= 0 else []
         return list(super().pull_messages(ready))
-
-
-@pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The seconds that the grid asked to sleep; its clock shows them as passed at once."""
-    slept: list[float] = []
-    monkeypatch.setattr(network.time, "sleep", slept.append)
-    monkeypatch.setattr(network.time, "monotonic", lambda: sum(slept))
-    return slept
 
 
 def questions(*nodes: int) -> Iterable[Message]:
@@ -95,6 +92,51 @@ def test_a_message_that_is_refused_is_an_error_of_its_node(federation: Federatio
     grid = SlowGrid(federation((4, 4)).app(), 2, refused=[1])
     replies = list(PollingGrid(grid).send_and_receive(questions(1, 2), timeout=7))
     assert {reply.metadata.src_node_id: reply.has_error() for reply in replies} == {1: True, 2: False}
+
+
+class SuperLink:
+    """A SuperLink's answers to Flower's grid; the last part of node 1's reply is never uploaded."""
+
+    def __init__(self, messages: Sequence[Message], clock: Callable[[], float]) -> None:
+        self.clock, self.parts = clock, dict[str, bytes]()
+        self.replies = [Message(RecordDict({"config": ConfigRecord()}), reply_to=each) for each in messages]
+        for message, reply in zip(messages, self.replies, strict=True):
+            reply.metadata.__dict__["_reply_to_message_id"] = message.object_id
+            reply.metadata.__dict__["_message_id"] = reply.object_id
+            self.parts |= {key: each.deflate() for key, each in get_all_nested_objects(reply).items()}
+        self.parts[self.replies[0].object_id] = b""
+
+    def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
+        """The replies of nodes 1 and 2 at once, and node 3's after a minute; each is delivered once."""
+        count = 2 if self.clock() < 60 else 3
+        ready, self.replies = self.replies[:count], self.replies[count:]
+        ready = [reply for reply in ready if reply.metadata.reply_to_message_id in request.message_ids]
+        return PullAppMessagesResponse(
+            messages_list=[message_to_proto(remove_content_from_message(reply)) for reply in ready],
+            message_object_trees=[get_object_tree(reply) for reply in ready],
+        )
+
+    def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # noqa: N802
+        part = self.parts[request.object_id]
+        return PullObjectResponse(object_found=True, object_available=part != b"", object_content=part)
+
+    def ConfirmMessageReceived(self, request: object) -> None:  # noqa: N802
+        """The SuperLink forgets the reply."""
+
+
+def test_a_reply_whose_upload_was_cut_is_an_error_at_the_timeout(
+    federation: Federations, slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its node; the replies that came with it and after it arrive. Flower's grid alone waits for up to two hours."""
+    federation((4,)).grid()  # in whose process messages can be made
+    messages = [*questions(1, 2, 3)]
+    grid = HttpGrid(token="a")
+    grid._run, grid._client = Run.create_empty(1), SuperLink(messages, lambda: sum(slept))
+    monkeypatch.setattr(grid, "push_messages", lambda messages: [message.object_id for message in messages])
+    monkeypatch.setattr(grid, "get_nodes", list)
+    replies = PollingGrid(grid).send_and_receive(messages, timeout=90)
+    assert {reply.metadata.src_node_id: reply.has_error() for reply in replies} == {1: True, 2: False, 3: False}
+    assert 90 <= sum(slept) < 92
 
 
 class Starting(SlowGrid):

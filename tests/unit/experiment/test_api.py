@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fedbn_flwr import Result, Results, Settings, cli, run, run_all
+from fedbn_flwr import Result, Results, Settings, run, run_all
+from fedbn_flwr.commands import cli
 from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.settings import Data, Engine, Model, Train
 from tests.support.command import ROOT, python
@@ -248,8 +249,6 @@ def test_a_deployment_is_rehearsed_with_the_data_of_each_site(tmp_path: Path) ->
     assert torch.equal(result.normalise()(torch.full((1, 1, 8, 8), 0.5)), torch.full((1, 1, 8, 8), 0.5))
     with pytest.raises(SettingsError, match="node_config has 2 entries, but there are 3 clients"):
         run(TINY, clients=3, node_config=sites, progress=False)
-    with pytest.raises(SettingsError, match="node_config is for the local engine"):
-        run(TINY, engine={"name": "ray", "workers": "auto"}, node_config=sites, progress=False)
 
 
 def test_data_that_changed_between_two_runs_are_read_again(tmp_path: Path) -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr import cli
-from fedbn_flwr.errors import log_once
+from fedbn_flwr.commands import cli
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
 from fedbn_flwr.experiment.run import side_by_side
 from fedbn_flwr.experiment.run.launch import carry_out
-from fedbn_flwr.experiment.run.side_by_side import clients_at_once
+from fedbn_flwr.extensions.together.choice import clients_at_once, hint_of
 
 SMALL = """
 rounds: 5
@@ -98,7 +97,6 @@ def test_as_many_clients_at_once_as_is_fast(
     clients: int,
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
-    flower_log: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(side_by_side, "cores", lambda: cores)
     given = [
@@ -113,11 +111,9 @@ def test_as_many_clients_at_once_as_is_fast(
     assert explain(experiment)[0].together.startswith(expected)
     (parts,) = prepare(experiment)
     assert clients_at_once(parts) == clients
-    log_once.cache_clear()
     (parts,) = prepare(load_experiment(SMALL, [*given, "engine.together=1"]))
     assert clients_at_once(parts) == 1
-    hint = f"the clients' network is small, so {clients} of them would train faster at once: set engine.together=auto"
-    assert (hint in flower_log.text) == (clients > 1)
+    assert hint_of([parts], 1).partition(" at once")[0] == (f"hint:  {clients} clients" if clients > 1 else "")
 
 
 def test_every_setting_has_its_origin() -> None:
@@ -161,6 +157,10 @@ def test_explain_prints_the_use_of_each_column(tmp_path: Path, capsys: pytest.Ca
 def test_all_runs_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     text = SMALL + "seeds: [0, 1]\nruns: {FedBN: {strategy: FedBN}, Scaffold: {strategy: Scaffold}}"
     assert cli.main(["explain", text, "evaluate.validation=0.2"]) == 0
-    assert re.search(r"run Scaffold, a round +size +arrays", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.search(r"run Scaffold, a round +size +arrays", printed)
+    _, compared, cost, *_ = printed.splitlines()
+    assert compared == "compares 2 runs, each with 2 seeds: FedBN, Scaffold"
+    assert cost.endswith(f"({2 * 2 * 5 * 4 * 2} training steps)"), "runs, seeds, rounds, clients, steps"
     assert cli.main(["explain", SMALL, "strategy=FedTAN", "clients=100", "train.batch_size=32"]) == 2
     assert "100 of 100 clients have fewer than 32 training examples" in capsys.readouterr().err

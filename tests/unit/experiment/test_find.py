@@ -25,7 +25,7 @@ from fedbn_flwr.experiment.file.layers import (
     read_experiment,
     split_changes,
 )
-from fedbn_flwr.yaml_text import dump_yaml
+from fedbn_flwr.results.yaml_text import dump_yaml
 from tests.support.command import ROOT
 from tests.support.experiments import fault, read
 
@@ -336,27 +336,6 @@ runs:
 )
 def test_a_label_names_an_override_of_a_compared_key(overrides: list[str], labels: list[str]) -> None:
     assert [run.label for run in read_experiment(parse_yaml(COMPARISON), parse_overrides(overrides)).runs] == labels
-
-
-EQUAL = "the runs 'BN, model.norm=ln' and 'GN, model.norm=ln' equal"
-
-
-@pytest.mark.parametrize(
-    ("text", "overrides", "message"),
-    [
-        ("[1, 2]", [], "expected a mapping of keys, found list"),
-        ("runs: [a, b]", [], "runs must map a label to changes"),
-        *((f"seeds: {seeds}", [], "expected a list of numbers") for seeds in ("3", "[]", "[a]", "[true]", "[1.5]")),
-        (COMPARISON, ["runs=x"], "an override cannot change runs (= 'x'); only=LABEL"),
-        ("rounds: 1", ["runs={a: {}}"], "an override cannot change runs"),
-        ("rounds: 1", ["only=FixBN"], "is not a label of experiment; it has no runs to select from"),
-        (COMPARISON, ["only=GNN"], "only='GNN' is not a label of experiment; did you mean 'GN'"),
-        (COMPARISON, ["only=[]"], "only='' is not a label of experiment; known: BN, FixBN, GN"),
-        (COMPARISON, ["model.norm=ln"], EQUAL),
-    ],
-)
-def test_runs_that_cannot_be_told_apart_or_selected_are_refused(text: str, overrides: list[str], message: str) -> None:
-    assert message in fault(text, *overrides)
 
 
 def test_a_label_never_leaves_the_folder_of_its_experiment() -> None:

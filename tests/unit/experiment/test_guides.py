@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.experiment.settings import name_in
 from fedbn_flwr.results.folder.writer import RunFolder
-from fedbn_flwr.results.result import Results
+from fedbn_flwr.results.several import Results
 from tests.support.command import ROOT
 from tests.support.pages import BLOCK, Page
 

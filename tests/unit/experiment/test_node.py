@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,21 @@ WHOLE = "(the client's log has the whole error)"
 @pytest.mark.parametrize(
     ("changes", "rows", "public", "private"),
     [
-        ({}, ROWS + "zoë,f,ill\n", "2 of 6 values of the column 'age' are not numbers", "zoë"),
-        ({}, ROWS + "63,zoë,ill\n", "data.categories lacks 1 of the values of the column 'sex' of data-path", "'zoë'"),
-        ({}, ROWS + "63,f,zoë\n", "data.class_names lacks 1 of the classes in 'outcome' of data-path", "'zoë'"),
+        ({}, ROWS + "zoë,f,ill\n", "... of ... values of the column 'age' are not numbers", "zoë"),
+        (
+            {},
+            ROWS + "63,zoë,ill\n",
+            "data.categories lacks ... of the values of the column 'sex' of data-path",
+            "'zoë'",
+        ),
+        ({}, ROWS + "63,f,zoë\n", "data.class_names lacks ... of the classes in 'outcome' of data-path", "'zoë'"),
         ({}, ROWS + "63,f,ill,zoë\n", "data.name=data-path: cannot read its files", "Expected 3 columns, got 4: 63,f,"),
         ({}, None, "images work too, as train/CLASS/*.png", "zoë.txt"),
-        ({"inputs": ["picture"]}, "picture,outcome\nzoë.png,ill\n", "the image in row 0 cannot be read", "zoë.png"),
+        ({"inputs": ["picture"]}, "picture,outcome\nzoë.png,ill\n", "the image in row ... cannot be read", "zoë.png"),
         ({"domain": "sex"}, ROWS, "'sea' is not a domain of data-path", "known: f, m"),
+        ({"ranges": {"age": [0, 61]}}, ROWS, "... of ... rows have a value of 'age' outside of data.ranges", "to 62"),
+        ({}, ROWS + "63,f,\n", "... of ... rows have no value in 'outcome', the first is row ...", "row 2 of train"),
+        ({"class_names": [], "classes": 2}, ROWS, "a class has fewer training examples than", "'ill' has 1, and min"),
     ],
 )
 def test_the_server_sees_neither_values_nor_files_of_a_site(
@@ -171,6 +180,7 @@ def test_the_server_sees_neither_values_nor_files_of_a_site(
     assert public in said
     assert said.endswith(WHOLE)
     assert private not in said
+    assert not re.search(r"\d", said.removeprefix("client 0"))
     assert "zoë" not in said
     assert str(tmp_path) not in said
     assert private in flower_log.text, "the site's log has all of it"

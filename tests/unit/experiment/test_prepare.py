@@ -141,14 +141,10 @@ def test_a_round_needs_two_clients_unless_the_experiment_says_otherwise() -> Non
         assert strategy.min_available_nodes <= needed, "a lost client would stop the run"
 
 
-@pytest.mark.parametrize("spec", ["{name: FedBN, min_train_nodes: 4}", "{name: FixBN, freeze_round: 1, base: {name: "
-                                  "FedAvg, min_available_nodes: 4}}"])  # fmt: skip
-def test_more_nodes_than_there_are_cannot_be_asked_for(spec: str) -> None:
-    with pytest.raises(SettingsError, match=r"strategy\.min_\w+ of Fed\w+ is 4, but there are 3 clients"):
-        strategy_of(f"{{clients: 3, strategy: {spec}}}")
-
-
 # --- faults that show once the objects are built -----------------------------
+
+
+VECTORS = "{clients: 2, model: {name: 'tests.unit.experiment.test_prepare:vectors'}, %s}"
 
 
 def refused(text: str) -> str:
@@ -176,6 +172,52 @@ def refused(text: str) -> str:
         ("{rounds: 3, strategy: {name: FixBN, freeze_round: 4}}", ["freeze_round is 4, but there are 3 rounds"]),
         ("{strategy: FixBN, model: {norm: gn}}", ["FixBN freezes batch norm, and no array of the model is"]),
         ("strategy: {name: FixBN, base: [FedAvg]}", ["strategy.base is ['FedAvg']", "{name: FedAvg}"]),
+        ("strategy: {name: FixBN, freeze_round: -1}", ["strategy: freeze_round is -1; expected a round"]),
+        (
+            "strategy: {name: FixBN, base: {name: Fedprox}}",
+            ["strategy.base.name='Fedprox' is not a strategy; did you mean 'FedPr"],
+        ),
+        (
+            "strategy: {name: FixBN, base: {name: FixBN, base: {name: FedProx, proximal_mu: -1}}}",
+            ["strategy.base.base: proximal_mu is -1; expected a number >= 0"],
+        ),
+        ("strategy: {name: FixBN, base: {name: FedAvg, x: 1}}", ["strategy.base.x (= 1) is not an argument of FedAvg"]),
+        ("strategy: {name: FixBN, base: {name: FedAvg, 3: 4}}", ["strategy.base.3 (= 4) is not an argument of FedAvg"]),
+        (
+            "strategy: {name: MeanStatistics, base: {name: FedAdam, eta: -1}}",
+            ["strategy.base.eta of FedAdam is -1; expected a"],
+        ),
+        (
+            "strategy: {name: FedAvgM, server_momentum: 1}",
+            ["strategy.server_momentum of FedAvgM is 1; expected a number >= 0 and"],
+        ),
+        *(
+            (
+                f"strategy: {{name: FedAvg, fraction_train: {share}}}",
+                [f"strategy.fraction_train of FedAvg is {share}; expected a number > 0 and <= 1"],
+            )
+            for share in (-1, 0, 1.5)
+        ),
+        (
+            "strategy: {name: FedAvg, node_timeout: -1}",
+            ["strategy.node_timeout of FedAvg is -1; expected a number of seconds > 0"],
+        ),
+        (
+            "{clients: 3, strategy: {name: FedBN, min_train_nodes: 4}}",
+            ["strategy.min_train_nodes of FedBN is 4, but there are 3 clients"],
+        ),
+        (
+            "{clients: 3, strategy: {name: FixBN, base: {name: FedAvg, min_available_nodes: 4}}}",
+            ["strategy.min_available_nodes of FedAvg is 4, but there are 3 clients"],
+        ),
+        (
+            VECTORS % "train: {batch_size: 1}",
+            [
+                f"train.batch_size is 1, and batch norm of '{__name__}:vectors' can",
+                "use batches of two or more, or another norm, for instance model.norm: gn",
+            ],
+        ),
+        (VECTORS % "data: {examples: 2}", ["each client has one training example, and batch norm"]),
     ],
 )
 def test_what_cannot_be_built_is_refused_before_training(text: str, words: list[str]) -> None:
@@ -184,18 +226,8 @@ def test_what_cannot_be_built_is_refused_before_training(text: str, words: list[
         assert word in found
 
 
-VECTORS = "{clients: 2, model: {name: 'tests.unit.experiment.test_prepare:vectors'}, %s}"
-
-
 def vectors(num_classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes))
-
-
-def test_batch_norm_of_one_vector_is_refused_before_training() -> None:
-    found = refused(VECTORS % "train: {batch_size: 1}")
-    assert found.startswith("train.batch_size is 1, and batch norm of 'tests.unit.experiment.test_prepare:vectors' can")
-    assert found.endswith("use batches of two or more, or another norm, for instance model.norm: gn")
-    assert refused(VECTORS % "data: {examples: 2}").startswith("each client has one training example, and batch norm")
 
 
 @pytest.mark.parametrize(

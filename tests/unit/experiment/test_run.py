@@ -15,11 +15,12 @@ import fedbn_flwr
 import fedbn_flwr.experiment.run.launch as experiment_run
 import fedbn_flwr.experiment.run.loop as experiment_loop
 import fedbn_flwr.experiment.run.side_by_side as side_by_side
+from fedbn_flwr import extensions
 from fedbn_flwr.errors import MissingPackage, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.parts import Parts
-from fedbn_flwr.strategies import Rule
+from fedbn_flwr.strategies import FedAvg, Rule
 
 EXPERIMENT = """
 rounds: 1
@@ -94,11 +95,16 @@ def test_the_server_s_figures_do_not_depend_on_its_threads(statistics: str, tmp_
     assert {"accuracy", "loss", "auc", "macro_f1", "evaluated_with"} <= histories[0][0].keys()
 
 
-def test_ray_needs_its_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a checkout without the folder `extensions/ray`."""
-    monkeypatch.setattr(experiment_run, "declared", lambda kind: {})
-    with pytest.raises(MissingPackage, match="needs the folder fedbn_flwr/extensions/ray"):
+def test_a_part_whose_extension_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a checkout without the folders of extensions; what needs none of them works."""
+    for module in (extensions, experiment_run):
+        monkeypatch.setattr(module, "declared", lambda kind: {})
+    plain = "{model: {name: mlp}, rounds: 1, train: {steps: 1}, engine: {workers: 0}}"
+    assert not experiment_run.carry_out(load_experiment(plain), tmp_path / "plain", resume=False).failures
+    with pytest.raises(MissingPackage, match="'ray' of engines needs a folder that was deleted from fedbn_flwr/exten"):
         experiment_run.carry_out(load_experiment("model: {name: mlp}\nengine: {name: ray}"), tmp_path, resume=False)
+    with pytest.raises(MissingPackage, match="of bounds needs a folder that was deleted"):
+        FedAvg(bounds={"max_share": 0.2})
 
 
 def test_on_a_gpu_this_process_trains_and_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

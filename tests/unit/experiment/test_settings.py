@@ -25,7 +25,7 @@ def test_an_unknown_key_is_answered_by_its_section_alone(text: str, end: str) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("given", "words"),
     [
         ("rouns: 3", ["unknown key 'rouns' (= 3); did you mean 'rounds'?"]),
         (
@@ -109,7 +109,7 @@ def test_an_unknown_key_is_answered_by_its_section_alone(text: str, end: str) ->
         ("engine: {address: 'a:1'}", ["address is 'a:1', which is for name ray, but name is 'local'"]),
         ("engine: {name: ray, device: cuda, gpus_per_client: 0}", ["device is 'cuda', but gpus_per_client is 0"]),
         ("engine: {name: ray, device: cpu, gpus_per_client: 0.5}", ["device is 'cpu', but gpus_per_client is 0.5"]),
-        ("strategy: {name: FixBN, base: {lr: 1}}", ["strategy.base.name=None is not a strategy"]),
+        ("strategy: {name: FixBN, base: {lr: 1}}", ["strategy.base.name='' is not a strategy"]),
         ("train: {epochs: 1, steps: 2}", ["train: epochs (1) and steps (2) exclude each other"]),
         ("train: {keep_momentum: true}", ["train: keep_momentum has no effect while momentum is 0"]),
         ("train: {optimizer: 3}", ["train.optimizer: found 3; expected a name, or a mapping with a name and options"]),
@@ -135,10 +135,100 @@ def test_an_unknown_key_is_answered_by_its_section_alone(text: str, end: str) ->
         ("evaluate: {validation: 0.6}", ["evaluate.validation is 0.6: expected at most 0.5"]),
         ("evaluate: {metrics: [f1]}", ["evaluate: metrics has 'f1'; did you mean 'macro_f1'?"]),
         ("evaluate: {metrics: [macro-f1]}", ["evaluate: metrics has 'macro-f1'; did you mean 'macro_f1'?"]),
+        ("sizes: 3", ["sizes must map a size to changes"]),
+        ("data: {partition: {kind: {}}}", ["data.partition.kind={} is not a partition"]),
+        ("data: {partition: {alpha: 0.1}}", ["data.partition has alpha without kind; known: dirichlet, or module"]),
+        ("data: {partition: {kind: [1]}}", ["data.partition.kind=[1] is not a partition"]),
+        ("data: {partition: {kind: {x: 1}}}", ["data.partition.kind={'x': 1} is not a partition"]),
+        ("cell: {row: 1, sweep: 2, tune: 3}", ["cell.row is 1: expected a valid string; cell.sweep is 2"]),
+        ("train: {1: 2}", ["unknown key 'train.1'"]),
+        ("strategy: &a {name: FedAvg, base: *a}", ["found an alias; expected the value itself in line 1"]),
+        ("train: " + "[" * 60 + "]" * 60, ["nested more than 50 levels"]),
+        ("train: " + "[" * 20_000, ["nested more than 50 levels"]),
+        ("train: {lr: .inf}", ["train.lr is inf; expected a finite number"]),
+        ("engine: {timeout: 1e300}", ["engine.timeout is 1e+300: expected at most 1000000"]),
+        (
+            "strategy: {name: FedAvg, x: !!binary aGk=}",
+            ["could not determine a constructor for the tag 'tag:yaml.org,2002:binary' in line 1"],
+        ),
+        ("seed: " + "1" * 30, [f"seed is {'1' * 30}: expected a number below 9.2"]),
+        ("rounds: !!int abc", ["not readable as YAML: invalid literal"]),
+        ('name: "a\\0b"', ["name is 'a\\x00b'; expected text without the character '\\x00'"]),
+        ("data: {pad: 100000}", ["data.pad is 100000: expected at most 1000"]),
+        ("rounds: 1000000000000", ["rounds is 1000000000000: expected at most 1000000"]),
+        (
+            "data: {size: [8, 100000]}",
+            ["data.size: found [8, 100000]; expected pixels per side, or [height, width], at"],
+        ),
+        ("label: 'a\n\n  b'", ["label is 'a\\nb': expected one line"]),
+        ('label: "a\\e[31m"', ["label is 'a\\x1b[31m': expected one line without control characters"]),
+        (
+            "train: {schedule: {kind: step, milestones: [-1]}}",
+            ["train.schedule: milestones has -1; expected a fraction"],
+        ),
+        ("train: {schedule: {kind: step, milestones: [1.5]}}", ["train.schedule: milestones has 1.5; expected a frac"]),
+        ("train: {schedule: {kind: cosine, gamma: 0.5}}", ["train.schedule: gamma (0.5) is for kind step, but"]),
+        (
+            "train: {schedule: {milestones: [0.1]}}",
+            ["train.schedule: milestones ([0.1]) are for kind step, but kind is"],
+        ),
+        ("train: {schedule: {kind: step, gamma: 2.0}}", ["train.schedule.gamma is 2.0: expected at most"]),
+        (("{}", "train.lr=["), ["train.lr: not readable as YAML"]),
+        (("{}", "strategy={a: .nan}"), ["strategy: a is nan; expected a finite number"]),
+        ("sweep: [1]", ["sweep is [1]; expected lists of values by key"]),
+        ("sweep: {train.lr: 0.1}", ["sweep.train.lr is 0.1; expected a list of values"]),
+        ("sweep: {train.lr: []}", ["sweep.train.lr is []; expected a list of values"]),
+        ("sweep: {rounds: [3, 3]}", ["sweep.rounds has 3 twice"]),
+        ("sweep: {seed: [0, 1]}", ["give seeds: [0, 1, 2] next to sweep"]),
+        ("sweep: {label: [a]}", ["sweep has label, which isn't a setting of a run"]),
+        ("sweep: {train.lr: [0.1]}\ntune: {train.lr: [0.1]}", ["train.lr is in sweep and in tune"]),
+        ("sweep: {data.partition: [{kind: iid}], data.partition.alpha: [1.0]}", ["unknown key 'data.partition.alpha'"]),
+        ("sweep: {trian.lr: [0.1]}", ["unknown key 'trian'"]),
+        ("tune: {train.lr: [0.1]}\nevaluate:", ["evaluate is None: expected a mapping"]),
+        ("tune: {train.lr: [0.1]}\nevaluate: 3", ["evaluate is 3: expected a mapping"]),
+        ("runs: {1: {}, '1': {rounds: 3}}", ["the key '1' is given twice in line 1"]),
+        (
+            "runs: {A: {}}\nsweep: {train.lr: "
+            f"{[n / 1000 for n in range(1, 900)]}, rounds: {list(range(1, 900))}, train.steps: {list(range(1, 900))}}}",
+            ["more than 1,000 runs"],
+        ),
+        ("sweep: {train.lr: [0.1, fast]}", ["run 'lr=fast': train.lr is 'fast'"]),
+        (
+            f"sweep: {{train.lr: {[n / 100 for n in range(1, 50)]}, rounds: {list(range(1, 50))}}}",
+            ["more than 1,000 runs; shorten the lists"],
+        ),
+        (("sizes: {small: {rounds: 3}}", "size=smal"), ["no size 'smal'; did you mean 'small'"]),
+        ("sizes: [small]", ["sizes must map a size to changes"]),
+        ("sizes: {paper: {rounds: 3}}", ["sizes has paper, which is the file as written"]),
+        (("sizes: {small: {runs: {}}}", "size=small"), ["sizes.small has runs, which a size cannot change"]),
+        (("{}", "sizes.small.rounds=3"), ["an override cannot change sizes"]),
+        ("[1, 2]", ["expected a mapping of keys, found list"]),
+        ("runs: [a, b]", ["runs must map a label to changes"]),
+        *((f"seeds: {seeds}", ["expected a list of numbers"]) for seeds in ("3", "[]", "[a]", "[true]", "[1.5]")),
+        (
+            ("runs: {BN: {}, GN: {model: {norm: gn}}, FixBN: {strategy: FixBN}}", "runs=x"),
+            ["an override cannot change runs (= 'x'); only=LABEL"],
+        ),
+        (("rounds: 1", "runs={a: {}}"), ["an override cannot change runs"]),
+        (("rounds: 1", "only=FixBN"), ["is not a label of experiment; it has no runs to select from"]),
+        (
+            ("runs: {BN: {}, GN: {model: {norm: gn}}, FixBN: {strategy: FixBN}}", "only=GNN"),
+            ["only='GNN' is not a label of experiment; did you mean 'GN'"],
+        ),
+        (
+            ("runs: {BN: {}, GN: {model: {norm: gn}}, FixBN: {strategy: FixBN}}", "only=[]"),
+            ["only='' is not a label of experiment; known: BN, FixBN, GN"],
+        ),
+        (
+            ("runs: {BN: {}, GN: {model: {norm: gn}}, FixBN: {strategy: FixBN}}", "model.norm=ln"),
+            ["the runs 'BN, model.norm=ln' and 'GN, model.norm=ln' equal"],
+        ),
     ],
 )
-def test_an_unknown_key_or_a_wrong_value_is_named_with_what_is_expected(text: str, words: list[str]) -> None:
-    found = fault(text)
+def test_an_unknown_key_or_a_wrong_value_is_named_with_what_is_expected(
+    given: str | tuple[str, str], words: list[str]
+) -> None:
+    found = fault(*([given] if isinstance(given, str) else given))
     for word in words:
         assert word in found
 

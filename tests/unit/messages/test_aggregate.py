@@ -33,6 +33,8 @@ DTYPES = [np.float16, np.float32, np.float64, np.int64, np.bool_]
         # Large integers keep their small differences.
         ([np.array([2**62 + step]) for step in (0, 4096, 8192)], [1, 1, 1], [2**62 + 4096]),
         *([[np.array([value, 7])] * 3, [1, 2, 3], [value, 7]] for value in (2**62 + 1, 2**63 - 1, -(2**63), 2**53 + 1)),
+        ([np.uint64([2**64 - step]) for step in (8192, 2048)], [2, 1], [2**64 - 6144]),
+        ([np.array([3, 4]), np.array([4, 5])], [1, 1], [4, 4]),
         # A small weight takes no digits.
         ([np.array([value]) for value in (1e12, 0.5, 0.25)], [1e-300, 1.0, 1.0], [0.375]),
     ],
@@ -151,59 +153,30 @@ def test_a_weight_for_each_reply_or_an_error() -> None:
         weighted_mean(replies, [1, 1, 1])
 
 
-def test_a_mean_of_large_models_takes_little_more_memory_than_its_result() -> None:
-    block = np.ones(8 << 20, np.float32)
+def test_a_mean_of_large_models_takes_little_memory() -> None:
+    block = np.ones(2 << 20, np.float32)
     tracemalloc.start()
     try:
         mean = weighted_mean([{"w": block}] * 40, [1] * 40)["w"]
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert most < mean.nbytes + 8 * (5 << 20), "the result, and scratch memory of up to eight threads"
+    assert most < 3 * mean.nbytes, "the result twice, and little else"
 
 
-def test_the_mean_depends_neither_on_threads_nor_on_positions() -> None:
+def test_an_element_s_mean_does_not_depend_on_its_position() -> None:
     random = np.random.default_rng(0)
-    sizes = {"one": 1, "two": 2, "odd": 37, "more": 5001}
+    sizes = {"one": 1, "none": 0, "two": 2, "odd": 37, "more": (1 << 17) + 1}
     weights = list(random.random(19))
     replies = [{key: random.normal(size=size) for key, size in sizes.items()} for _ in weights]
     apart = weighted_mean(replies, weights)
+    assert [*apart] == [*sizes]
     for key in sizes:
         expected = np.average([reply[key] for reply in replies], axis=0, weights=weights)
         np.testing.assert_allclose(apart[key], expected, rtol=1e-11, atol=1e-13)
-    single = weighted_mean([{"one": reply["one"]} for reply in replies], weights)
-    np.testing.assert_array_equal(single["one"], apart["one"])
+        assert not apart[key].flags.writeable
     together = weighted_mean([{"w": np.concatenate([*reply.values()])} for reply in replies], weights)
     np.testing.assert_array_equal(together["w"], np.concatenate([*apart.values()]))
-    # Threads share the sum of millions of elements; one sums a short slice.
-    large = [random.normal(size=(2 << 20) + 1) for _ in range(3)]
-    mean = weighted_mean([{"w": value} for value in large], weights[:3])["w"]
-    for begin in range(0, mean.size, 9_999):
-        part = slice(begin, begin + 9_999)
-        expected = weighted_mean([{"w": value[part]} for value in large], weights[:3])["w"]
-        np.testing.assert_array_equal(mean[part], expected, err_msg=str(part))
-
-
-def test_small_arrays_that_are_averaged_as_one_keep_their_places() -> None:
-    random, weights = np.random.default_rng(0), [1, 2, 3.5]
-    replies = [
-        {
-            "a": random.normal(size=(2, 3)),
-            "n": random.integers(9, size=()),
-            "large": random.normal(size=(200, 200)),
-            "is": random.random(3) > 0.5,
-            "b": random.normal(size=4),
-            "none": np.empty((0, 2)),
-            "m": random.integers(2**60, size=2),
-        }
-        for _ in weights
-    ]
-    mean = weighted_mean(replies, weights)
-    assert [*mean] == [*replies[0]]
-    for key, value in mean.items():
-        alone = weighted_mean([{key: reply[key]} for reply in replies], weights)[key]
-        assert (value.tobytes(), value.dtype) == (alone.tobytes(), replies[0][key].dtype), key
-        assert (value.shape, value.flags.writeable) == (replies[0][key].shape, False), key
 
 
 def same_shape(dtype: type, elements: st.SearchStrategy[float]) -> st.SearchStrategy[list[np.ndarray]]:

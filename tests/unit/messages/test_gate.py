@@ -16,14 +16,14 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.client.app import ClientFailed
 from fedbn_flwr.errors import MessageError
-from fedbn_flwr.messages.arrays import pack, read_npy, unpack
+from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.gate import gate, metric_problems
 from fedbn_flwr.messages.quote import one_line
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.server.poll import Poll, Roster
 from fedbn_flwr.strategies import FedAvg
-from tests.support.attacks import BYTES, DECLARED
+from tests.support.attacks import BYTES, DECLARED, REFUSED
 
 WEIGHT = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -68,8 +68,9 @@ def test_an_honest_reply_passes_as_the_same_object() -> None:
         np.zeros((0, 4)),
         np.array([True]),
         WEIGHT[:, ::2],
+        WEIGHT.astype(">f4"),
     ],
-    ids=["C", "Fortran", "scalar", "empty", "bool", "strided"],
+    ids=["C", "Fortran", "scalar", "empty", "bool", "strided", "big endian"],
 )
 def test_bytes_are_read_once_bit_for_bit(value: np.ndarray) -> None:
     (passed,) = gate([with_array(Array(np.asarray(value)))])
@@ -79,14 +80,12 @@ def test_bytes_are_read_once_bit_for_bit(value: np.ndarray) -> None:
     assert again is passed
 
 
-@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("name", [name for name, (_, verdict) in BYTES.items() if verdict == REFUSED])
 def test_other_bytes_are_refused_in_our_own_words(name: str) -> None:
     data = BYTES[name][0](WEIGHT)
     (reason,) = reasons([with_array(Array("float32", (2, 3), "numpy.ndarray", data))])
-    assert str(reason).startswith("its array 'w' cannot be read")
+    assert str(reason).startswith("its array 'w' ")
     assert not any(word in str(reason).lower() for word in ("pickle", "numpy"))
-    with pytest.raises(MessageError):
-        read_npy(data)
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -242,7 +241,7 @@ def test_a_client_that_is_refused_for_two_reasons_is_counted_once() -> None:
     """Otherwise the third client, which does not answer, would not be named."""
     poll = Poll(Roster({1: 0, 2: 1, 3: 2}), [1, 2, 3])
     problems = poll.admit("round 2", {1: 0, 2: 7}, [(2, "'w' is not finite")])
-    assert (poll.nodes, [*problems]) == ([1], [2])
+    assert (poll.left, [*problems]) == ([1], [2])
     assert poll.left_out == [
         "client 1 (node 2): its partition-id is 7, and it reported 1 before",
         "client 2 (node 3): it did not answer in time",
@@ -253,8 +252,26 @@ def test_a_reply_with_another_partition_is_an_error_with_the_reason() -> None:
     poll = Poll(Roster({1: 0, 2: 1}), [1, 2])
     poll.read([reply(1), reply(2, **{"partition-id": 7})])
     replies = poll.close("round 2")
-    assert [each.message.metadata.src_node_id for each in replies] == poll.used == [1]
+    assert [each.message.metadata.src_node_id for each in replies] == poll.left == [1]
     assert [each.error.reason for each in poll.refused] == ["its partition-id is 7, and it reported 1 before"]
+
+
+@pytest.mark.parametrize("reporting", [1, 2, 4])
+def test_a_metric_that_some_clients_cannot_compute_is_named(
+    reporting: int, flower_log: pytest.LogCaptureFixture
+) -> None:
+    """For instance an AUC, where most clients have one class. Names that the clients invent are not repeated."""
+    poll = Poll(Roster({node: node - 1 for node in range(1, 6)}), [1, 2, 3, 4, 5])
+    known = [{"own-auc": 0.5, "invented": 1.0} if node <= reporting else {} for node in range(1, 6)]
+    poll.read([reply(node, **metrics) for node, metrics in enumerate(known, 1)])
+    poll.close("round 2")
+    said = (
+        "client 4 (node 5) reports"
+        if reporting == 4
+        else f"most clients report no own-auc, such as client {reporting} "
+    )
+    assert said in flower_log.text
+    assert ("invented" in flower_log.text) == (reporting == 4)
 
 
 def test_a_check_sees_the_replies_that_earlier_ones_have_left() -> None:

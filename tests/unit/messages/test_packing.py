@@ -12,7 +12,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, RecordDict
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 
-from fedbn_flwr.messages.arrays import pack, read_npy, record_of, size_of, unpack
+from fedbn_flwr.messages.arrays import pack, record_of, size_of, unpack
 
 MODEL = {
     "conv.weight": np.arange(24, dtype=np.float32).reshape(2, 3, 2, 2),
@@ -135,22 +135,3 @@ def test_data_cannot_be_replaced() -> None:
     array = pack({"w": np.ones(3)})["w"]
     with pytest.raises(AttributeError):
         array.data = FlowerArray(np.zeros(3)).data
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        np.arange(6).reshape(2, 3),
-        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
-        np.array(5, dtype=np.int64),
-        np.zeros((2, 0)),
-        np.arange(3, dtype=">f4"),
-        np.array([True]),
-        np.float16([1.5]),
-    ],
-    ids=lambda value: f"{value.dtype.str}{value.shape}",
-)
-def test_npy_bytes_are_read_as_numpy_reads_them(value: np.ndarray) -> None:
-    found = read_npy(FlowerArray(value).data)
-    assert found.dtype == value.dtype
-    np.testing.assert_array_equal(found, value)

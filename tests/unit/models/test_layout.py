@@ -22,10 +22,10 @@ from fedbn_flwr.errors import SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.models.build import MODELS
+from fedbn_flwr.models import MODELS
 from fedbn_flwr.models.layout import suits_channels_last
 from fedbn_flwr.models.tensors import ModelTensors, copied
-from fedbn_flwr.norms.convert import NORMS
+from fedbn_flwr.norms import NORMS
 from tests.support.federations import near
 from tests.support.marks import slow_except
 

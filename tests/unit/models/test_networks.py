@@ -18,9 +18,9 @@ from fedbn_flwr import build_model
 from fedbn_flwr.errors import MissingPackage, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.prepare import prepare
-from fedbn_flwr.models.build import MODELS
+from fedbn_flwr.models import MODELS
 from fedbn_flwr.models.networks import MaxOfQuarters
-from fedbn_flwr.norms.convert import NORMS
+from fedbn_flwr.norms import NORMS
 from tests.support.nets import parameters
 
 
@@ -234,13 +234,6 @@ def test_a_new_first_convolution_is_drawn_as_torchvision_draws_its_own() -> None
     weight = build_model("resnet18", 10, input_shape=(3, 32, 32)).conv1.weight
     assert weight.shape == (64, 3, 3, 3)
     assert float(weight.detach().std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.05)  # He, fan-out
-
-
-def test_a_stem_that_a_network_does_not_have_is_refused() -> None:
-    with pytest.raises(SettingsError, match=r"model\.stem is 'small', but 'alexnet' has only one stem; .* resnet18"):
-        on_meta("alexnet", stem="small")
-    with pytest.raises(SettingsError, match="stem is 'smal'; expected 'auto', 'small' or 'large'"):
-        on_meta("resnet18", stem="smal")
 
 
 # --- DeepLabV3+ --------------------------------------------------------------
@@ -482,12 +475,22 @@ def test_options_are_arguments_of_the_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"),
+    ("name", "options", "problem"),
     [
-        ("mlp", "model.options.hiden is not an argument of the network 'mlp'; did you mean 'hidden'? known: hidden"),
-        ("cnn", "of the network 'cnn'; it has no arguments but those that follow from the data"),
+        (
+            "mlp",
+            {"arguments": {"hiden": 7}},
+            "model.options.hiden is not an argument of the network 'mlp'; did you mean 'hidden'? known: hidden",
+        ),
+        (
+            "cnn",
+            {"arguments": {"hiden": 7}},
+            "of the network 'cnn'; it has no arguments but those that follow from the data",
+        ),
+        ("alexnet", {"stem": "small"}, "model.stem is 'small', but 'alexnet' has only one stem; "),
+        ("resnet18", {"stem": "smal"}, "stem is 'smal'; expected 'auto', 'small' or 'large'"),
     ],
 )
-def test_an_unknown_option_is_named(name: str, problem: str) -> None:
+def test_an_option_that_a_network_does_not_have_is_named(name: str, options: Any, problem: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(problem)):
-        build_model(name, 10, arguments={"hiden": 7})
+        build_model(name, 10, **options)

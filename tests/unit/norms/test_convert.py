@@ -17,7 +17,8 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from fedbn_flwr import build_model, convert_norm, roles
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.norms.convert import NORMS, Normaliser, NormOptions
+from fedbn_flwr.norms import NORMS
+from fedbn_flwr.norms.convert import NORMALISERS, Normaliser, NormOptions
 from tests.support.nets import two_norms
 
 
@@ -105,7 +106,8 @@ def test_a_layer_used_by_two_parents_and_twice_by_one_stays_one_layer() -> None:
 
 
 def test_the_signature_has_the_options_of_all_normalisers() -> None:
-    assert NormOptions.__annotations__.keys() == {option for norm in NORMS.values() for option in norm.options}
+    assert NORMS.keys() == NORMALISERS.keys()
+    assert NormOptions.__annotations__.keys() == {option for norm in NORMALISERS.values() for option in norm.options}
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (3, 4, 1), (3, 4, 1, 1)])
@@ -156,7 +158,8 @@ def reference(layer: nn.BatchNorm2d, kind: str) -> nn.Module:
 def test_batch_norm_without_beta_or_gamma_becomes_a_layer_without(kind: str) -> None:
     if kind != "hbn":
         assert not list(convert_norm(nn.Sequential(nn.BatchNorm2d(4, affine=False)), kind).parameters())
-    layer = nn.BatchNorm2d(4, bias=False, dtype=torch.float64)
+    layer = nn.BatchNorm2d(4, dtype=torch.float64)
+    layer.bias = None  # as with bias=False, which the lowest versions of PyTorch lack
     nn.init.normal_(layer.weight)
     expected, options = reference(layer, kind), {"warmup": 0} if kind == "brn" else {}
     found = convert_norm(nn.Sequential(layer), kind, **options)
@@ -224,7 +227,8 @@ def test_an_entry_of_the_list_may_have_parameters_that_batch_norm_lacks(monkeypa
             super().__init__(2, channels)
             self.threshold = nn.Parameter(torch.full((channels,), 3.0))
 
-    monkeypatch.setitem(NORMS, "new", Normaliser("one more", lambda layer, *_: Thresholded(layer.num_features)))
+    monkeypatch.setitem(NORMS, "new", "one more")
+    monkeypatch.setitem(NORMALISERS, "new", Normaliser(lambda layer, *_: Thresholded(layer.num_features)))
     model = nn.Sequential(nn.BatchNorm2d(4))
     gamma = model[0].weight
     new: Any = convert_norm(model, "new")[0]  # type: ignore[index]

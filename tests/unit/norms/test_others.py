@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,14 +52,18 @@ def test_a_norm_of_another_library_has_the_roles_of_batch_norm_and_freezes() -> 
     assert net[1].running_mean.any()
 
 
-def test_what_needs_its_arithmetic_names_layer_and_type() -> None:
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (exchanged_layers, "batch norm over the clients' batches"),
+        (lambda model: reestimate(model, DATA, torch.device("cpu")), "a measurement of statistics"),
+        (lambda model: convert_norm(model, "gn"), "norm 'gn'"),
+    ],
+)
+def test_what_needs_its_arithmetic_names_layer_and_type(use: Callable[[nn.Module], object], what: str) -> None:
     says = "needs layers of torch.nn.modules.batchnorm, but '1' is a Theirs, and it is unknown which values"
-    with pytest.raises(SettingsError, match=f"batch norm over the clients' batches {says}"):
-        exchanged_layers(model())
-    with pytest.raises(SettingsError, match=f"a measurement of statistics {says}"):
-        reestimate(model(), DATA, torch.device("cpu"))
-    with pytest.raises(SettingsError, match=f"norm 'gn' {says}"):
-        convert_norm(model(), "gn")
+    with pytest.raises(SettingsError, match=f"{what} {says}"):
+        use(model())
 
 
 class Doubled(nn.BatchNorm1d):

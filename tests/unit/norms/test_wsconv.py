@@ -53,11 +53,6 @@ def test_a_last_convolution_without_norm_behind_it_keeps_its_weights() -> None:
     assert type(bare[0]) is OurStdConv2d
 
 
-def test_a_filter_of_one_weight_cannot_be_standardised() -> None:
-    with pytest.raises(SettingsError, match=r"norm 'gn\+ws': a filter of 0 is a single weight"):
-        convert_norm(nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4)), "gn+ws")
-
-
 class Padded(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.pad(x, (1, 0, 1, 0)))
@@ -85,16 +80,6 @@ def test_a_model_whose_convolutions_would_stay_as_they_are_is_refused(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         convert_norm(nn.Sequential(*layers()), kind)
-
-
-def test_a_model_without_layers_to_standardise_is_refused() -> None:
-    message = "the model has no convolution or linear layer to standardise; use 'bn'"
-    with pytest.raises(SettingsError, match=message):
-        convert_norm(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), "gn+ws")
-    with pytest.raises(SettingsError, match=message):
-        convert_norm(nn.Sequential(nn.Linear(2, 4)), "won")
-    with pytest.raises(SettingsError, match=r"norm 'gn\+ws': the model has no batch norm"):
-        convert_norm(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 2)), "gn+ws")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +141,28 @@ def test_branch_scale_is_a_factor_of_each_residual_branch(name: str, last: str) 
     assert not torch.allclose(found(x), model(x))
 
 
-def test_branch_scale_needs_known_branches() -> None:
-    with pytest.raises(SettingsError, match="norm 'won': MobileNetV2 is not a residual network with known branches"):
-        build_model("mobilenet_v2", 10, "won", branch_scale=0.2)
+NONE = "the model has no convolution or linear layer to standardise; use 'bn'"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: convert_norm(nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.BatchNorm2d(4)), "gn+ws"),
+            r"norm 'gn\+ws': a filter of 0 is a single weight",
+        ),
+        (
+            lambda: build_model("mobilenet_v2", 10, "won", branch_scale=0.2),
+            "norm 'won': MobileNetV2 is not a residual network with known branches",
+        ),
+        (lambda: convert_norm(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), "gn+ws"), NONE),
+        (lambda: convert_norm(nn.Sequential(nn.Linear(2, 4)), "won"), NONE),
+        (
+            lambda: convert_norm(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(4, 2)), "gn+ws"),
+            r"norm 'gn\+ws': the model has no batch norm",
+        ),
+    ],
+)
+def test_a_network_without_what_a_norm_needs_is_refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(SettingsError, match=says):
+        make()

@@ -19,8 +19,9 @@ from flwr.clientapp import ClientApp
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr import LocalGrid, cli, client_app
-from fedbn_flwr.engines.metered import Traffic
+from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr.commands import cli
+from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import FedbnError, UserError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter

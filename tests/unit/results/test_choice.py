@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from fedbn_flwr.results.report.rows import Row, choose, validation
 from fedbn_flwr.results.report.tables import candidates_tables
 from fedbn_flwr.results.report.write import write_report

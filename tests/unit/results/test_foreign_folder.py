@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 from torch import nn
 
-from fedbn_flwr import cli, run
+from fedbn_flwr import Result, Results, run
+from fedbn_flwr.commands import cli
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.results.result import Result, Results
 from fedbn_flwr.storage import read_store, write_store
+from tests.support.runs import change_summary
 
 TINY: dict[str, Any] = {"rounds": 1, "clients": 2, "train": {"steps": 1}, "engine": {"workers": 0, "device": "cpu"}}
 # A module and a repository of the folder's author: each leaves a file where it was imported.
@@ -87,10 +90,63 @@ def test_code_that_its_model_names_is_refused(
     assert not Path("executed").exists()
 
 
-def test_a_model_that_cannot_be_built_is_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(folder, build={"num_classes": "a"})
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"build": {"num_classes": "a"}},
+        {"build": {"groups": 0, "norm": "gn"}},
+        {"build": {"input_shape": [2, 8, 8]}},
+        {"normalise": {}},
+        {"normalise": {"std": [0.0]}},
+        {"normalise": {"mean": [math.nan]}},
+        {"normalise": {"mean": [0.5, 0.5]}},
+        {"normalise": {"mean": [0.5] * 3, "std": [0.5] * 3}},
+        {"targets": {"std": [1.0]}},
+        {"targets": {"mean": [1.0], "std": [1.0]}},
+        {"classes": ["a", "a"]},
+        {"classes": ["a"]},
+        {"inputs": {"a": 1}},
+        {"inputs": ["a", "b"]},
+        {"inputs": ["a", "b"], "types": ["int64", "int64"]},
+        {"local": "last"},
+        [],
+    ],
+    ids=str,
+)
+def test_a_model_whose_description_cannot_be_right_is_damaged(
+    sections: Any, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = folder / "model.json"
+    whole = json.loads(file.read_text())
+    for key, value in dict(sections).items():
+        whole[key] = {**whole[key], **value} if value and isinstance(whole[key], dict) else value
+    file.write_text(json.dumps(whole if sections else sections))
     assert cli.main(["predict", "run", "--client", "0", "--data", "new.npz", "--out", "found"]) == 2
     assert "'run/model.json'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["environment.json", "model.safetensors"])
+def test_a_link_out_of_the_folder_is_not_followed(
+    name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / name).rename(tmp_path / "own")
+    (folder / name).symlink_to(tmp_path / "own")
+    assert cli.main(["adapt", "run", "--data", "new.npz", "--out", "adapted"]) == 2
+    assert f"'run/{name}': it is a link to a file outside of the folder" in capsys.readouterr().err
+
+
+def test_a_label_does_not_reach_the_terminal_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_summary(folder, label="A\x1b[2J\x9b1m")
+    assert cli.main(["predict", "run", "--client", "0", "--data", "new.npz", "--out", "found"]) == 0
+    assert cli.main(["export", "run", "--format", "safetensors", "--out", "found"]) == 0
+    assert {"\x1b", "\x9b"}.isdisjoint("".join(capsys.readouterr()))
+
+
+def test_weights_that_are_not_finite_are_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "model.safetensors"
+    save_file({key: np.full_like(value, np.nan) for key, value in load_file(file).items()}, file, {"round": "1"})
+    assert cli.main(["predict", "run", "--data", "new.npz", "--out", "found"]) == 2
+    assert "has values that are not finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from tests.support.disks import files_of_at_most
 from tests.support.marks import slow_except
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr import Result, cli
+from fedbn_flwr import Result
+from fedbn_flwr.commands import cli
 from fedbn_flwr.results.report.pictures import clients_plot, plot
 from fedbn_flwr.results.report.rows import choose
 from fedbn_flwr.results.report.tables import ReportForm, candidates_tables, table

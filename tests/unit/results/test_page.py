@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from fedbn_flwr.results.folder.clients import PartitionCounts
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.report.curves import POINTS, curve, measures, thin
 from fedbn_flwr.results.report.pictures import partitions_plot, plot
 from fedbn_flwr.results.report.tables import as_markdown, as_text, table
 from fedbn_flwr.results.report.write import write_report
-from fedbn_flwr.text import in_plot
+from fedbn_flwr.results.text import in_plot
 from tests.support.fixtures import drawing
 from tests.support.refusals import refusal
 from tests.support.runs import TRAFFIC, rows_of, write_run
@@ -195,12 +195,14 @@ def test_a_damaged_file_is_reported_by_name_and_so_is_a_ragged_partition(
 
 
 def test_a_picture_has_a_limit_of_classes() -> None:
-    bars = partitions_plot([PartitionCounts("few", ("a", "b"), ((3, 4), (1, 2)))]).axes[0].containers
+    bars = (
+        partitions_plot([PartitionCounts(title="few", classes=("a", "b"), counts=((3, 4), (1, 2)))]).axes[0].containers
+    )
     assert [[(bar.get_y(), bar.get_height()) for bar in of_class] for of_class in bars] == [
         [(0, 3), (0, 1)],
         [(3, 4), (1, 2)],
     ]
-    many = PartitionCounts("many", tuple(map(str, range(200_000))), ((1,) * 200_000,))
+    many = PartitionCounts(title="many", classes=tuple(map(str, range(200_000))), counts=((1,) * 200_000,))
     bars = partitions_plot([many]).axes[0].containers
     assert [bars[-1][0].get_height(), len(bars)] == [199_900, 101]
 
@@ -295,7 +297,7 @@ def test_ten_thousand_rounds_of_twenty_runs_fit_in_a_page(tmp_path: Path) -> Non
     for number in range(1, 20):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / "history.jsonl").symlink_to(tmp_path / "0" / "history.jsonl")
+        (folder / "history.jsonl").hardlink_to(tmp_path / "0" / "history.jsonl")
         (folder / "summary.json").write_text(text.replace('"label": "0"', f'"label": "{number}"'))
     write_report([tmp_path], tmp_path / "page.html", only_page=True)
     assert (tmp_path / "page.html").stat().st_size < 10e6

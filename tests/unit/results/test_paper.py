@@ -14,11 +14,12 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-from fedbn_flwr import Results, cli
+from fedbn_flwr import Results
+from fedbn_flwr.commands import cli
 from fedbn_flwr.errors import MissingPackage, UserError
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.report.pictures import plot
-from fedbn_flwr.results.report.tables import ReportForm, paired
+from fedbn_flwr.results.report.tables import ReportForm, holm, paired, table
 from fedbn_flwr.results.report.write import write_report
 from tests.support.refusals import refusal
 from tests.support.runs import rows_of, write_run
@@ -139,6 +140,20 @@ def test_fewer_than_three_pairs_or_equal_differences_have_no_p_value(
     assert all(map(math.isnan, (found.p, found.low, found.high)))
 
 
+def test_p_values_are_corrected_for_the_number_of_rows(tmp_path: Path) -> None:
+    """Holm's example: the smallest of m times m, the next times m - 1, and none below the one before."""
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.7, 0.8]) == [1.0, 1.0]
+    for label, values in {"A": (0.1, 0.2, 0.3), "B": (0.4, 0.51, 0.6), "C": (0.1, 0.3, 0.35), "D": (0.9,)}.items():
+        for seed, accuracy in enumerate(values):
+            write_run(tmp_path / f"{label}{seed}", label, seed, accuracy=accuracy)
+    found = Results.read(tmp_path).frame(baseline="A")
+    assert found.loc[["B", "C"], "p_holm"].tolist() == [2 * found.loc["B", "p"], found.loc["C", "p"]]
+    assert found.loc[["A", "D"], "p_holm"].isna().all(), "no test, which doesn't count"
+    shown = dict(zip("ABCD", table(rows_of(tmp_path), ReportForm(baseline="A"))[1:], strict=True))
+    assert (shown["C"][-2], shown["D"][-2]) == (f"{found.loc['C', 'p']:.3f}", "-")
+
+
 # --- tables ---
 
 
@@ -178,7 +193,7 @@ def test_a_frame_needs_pandas(runs: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_columns_and_baseline_are_those_of_the_whole_report(runs: Path, tmp_path: Path, capsys: Any) -> None:
     text = printed(capsys, runs, "--columns", "loss", "--baseline", "FedAvg & co", "--out", tmp_path / "out")
-    heading = ["run", "loss", "difference to FedAvg & co", "95 % interval", "p", "pairs"]
+    heading = ["run", "loss", "difference to FedAvg & co", "95 % interval", "p (Holm)", "pairs"]
     assert re.split(r"\s{2,}", text.splitlines()[0]) == heading
     assert "| -0.0433 | -0.0950 to +0.0084 | 0.069 | 3 |" in (tmp_path / "out" / "report.md").read_text()
     assert "-0.0950 to +0.0084" in (tmp_path / "out" / "report.html").read_text()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_yaml, read_experiment
 from fedbn_flwr.experiment.preview import count_partitions
 from fedbn_flwr.results.folder.clients import PartitionCounts
@@ -17,7 +16,9 @@ from fedbn_flwr.results.report.pictures import class_colours, partitions_plot
 from fedbn_flwr.results.report.tables import partition_table
 from tests.support.refusals import refusal
 
-SMALL = PartitionCounts("mine: iid, clients=2, seed=0", ("cat", "dog", "owl"), ((3, 0, 1), (0, 12, 0)))
+SMALL = PartitionCounts(
+    title="mine: iid, clients=2, seed=0", classes=("cat", "dog", "owl"), counts=((3, 0, 1), (0, 12, 0))
+)
 
 
 def test_the_table_counts_clients_and_classes() -> None:
@@ -31,7 +32,7 @@ def test_the_table_counts_clients_and_classes() -> None:
 
 def test_many_classes_and_clients_are_summed_up() -> None:
     counts = tuple(tuple(100 + i if label == i else 1 for label in range(30)) for i in range(50))
-    text = partition_table(PartitionCounts("many", tuple(f"c{i}" for i in range(30)), counts))
+    text = partition_table(PartitionCounts(title="many", classes=tuple(f"c{i}" for i in range(30)), counts=counts))
     assert text.splitlines()[2].split() == ["client", "examples", "classes"]
     assert "... and 10 more clients" in text
     assert max(map(len, text.splitlines())) < 80
@@ -57,7 +58,7 @@ def test_a_bar_is_as_high_as_what_its_client_holds(tmp_path: Path) -> None:
 
 
 def test_the_legend_has_every_class() -> None:
-    figure = partitions_plot([replace(SMALL, classes=("_background", "cat", "dog"))])
+    figure = partitions_plot([SMALL.model_copy(update={"classes": ("_background", "cat", "dog")})])
     legend = figure.axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()] == ["dog", "cat", "_background"]
     colours = [patch.get_facecolor() for patch in legend.get_patches()]

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from fedbn_flwr import Results, cli
+from fedbn_flwr import Results
+from fedbn_flwr.commands import cli
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.pictures import clients_plot, plot
@@ -180,7 +181,7 @@ def test_the_command_writes_into_a_new_folder(
     assert folder.name.startswith("report-")
     assert f"table: {folder / 'report.md'}\nplot:  {folder / 'report.png'}" in capsys.readouterr().out
     assert {file.name for file in folder.iterdir()} == {
-        "report.md", "report.csv", "report.tex", "report.png", "report.svg", "report.json", "report.html",
+        "report.md", "report.csv", "report.png", "report.svg", "report.json", "report.html",
     }  # fmt: skip
     assert "| second |" in (folder / "report.md").read_text()
     assert (tmp_path / "first" / "report.md").read_bytes() == before
@@ -316,6 +317,13 @@ def test_a_report_says_which_row_has_runs_on_different_examples(tmp_path: Path) 
         write_run(tmp_path / "A" / str(number), "A", number, files=files)
         write_run(tmp_path / "B" / str(number), "B", number, files={"environment.json": {"token": f"b{number}"}})
     assert notes(rows_of(tmp_path)) == ["A: its runs have the same settings and different examples (aa, bb)."]
+
+
+def test_a_report_says_that_rows_have_different_numbers_of_rounds(tmp_path: Path) -> None:
+    for number, label in enumerate(("FedAvg", "FixBN", "FedBN"), start=2):
+        write_run(tmp_path / label, label, lines=[{"accuracy": 0.5, "loss": 1.0}] * max(3, number))
+    change_summary(tmp_path / "FixBN", status="interrupted")
+    assert notes(rows_of(tmp_path)) == ["Rounds differ: FedAvg 3, FedBN 4."]
 
 
 def test_a_report_says_what_its_runs_have_in_common_and_where_they_differ(tmp_path: Path) -> None:

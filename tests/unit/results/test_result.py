@@ -19,7 +19,7 @@ from fedbn_flwr import Result, Results, run, run_all
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import UserError
-from fedbn_flwr.norms.convert import NORMS
+from fedbn_flwr.norms import NORMS
 from tests.support.images import write_splits
 from tests.support.marks import slow_except
 from tests.support.runs import write_run
@@ -132,14 +132,12 @@ def test_a_damaged_model_is_one_message(fixbn: Result, tmp_path: Path, change: A
         Result.read(copied).model()
 
 
-@pytest.mark.parametrize("shape", [None, [1, 8, 8], [3], [1, 20], [1, 4, 4, 4]])
-def test_inputs_of_any_shape_are_normalised(shape: list[int] | None, tmp_path: Path) -> None:
-    """Folders of earlier versions may have no shape of the inputs in model.json."""
-    channels = (shape or [3])[0]
-    known = {"mean": [0.25 * i for i in range(channels)], "std": [0.5] * channels}
-    model = {"build": {"input_shape": shape}, "normalise": known, "targets": None, "classes": None, "global": True}
-    write_run(tmp_path / "run", "FedAvg", files={"model.json": model})
-    inputs = torch.rand(2, *(shape or (3, 8, 8)))
+@pytest.mark.parametrize("shape", [[1, 8, 8], [3], [1, 20], [1, 4, 4, 4]])
+def test_inputs_of_any_shape_are_normalised(shape: list[int], tmp_path: Path) -> None:
+    known = {"mean": [0.25 * i for i in range(shape[0])], "std": [0.5] * shape[0]}
+    build = {"name": "mlp", "num_classes": 2, "norm": "bn", "input_shape": shape}
+    write_run(tmp_path / "run", "FedAvg", files={"model.json": {"build": build, "normalise": known}})
+    inputs = torch.rand(2, *shape)
     mean = torch.tensor(known["mean"]).view(-1, *[1] * (inputs.ndim - 2))
     assert torch.equal(Result.read(tmp_path).normalise()(inputs), (inputs - mean) / 0.5)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from flwr.app import RecordDict
 
-from fedbn_flwr.engines.metered import Traffic
+from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.results.folder.checkpoint import Snapshot
 from fedbn_flwr.results.folder.reader import deciding
 from fedbn_flwr.results.folder.summary import Summary
@@ -57,12 +56,9 @@ def test_rounds_add_up_and_the_last_evaluation_counts() -> None:
 def test_a_summary_has_its_metrics_by_name() -> None:
     found = begun().of([line(1, rmse=2.5, accuracy=0.5)])
     regression = replace(begun(), task="regression").of([line(1, rmse=2.5)])
-    assert (regression["rmse"], regression.rmse, regression["bytes_up"]) == (2.5, 2.5, 50)  # type: ignore[attr-defined]
-    assert pickle.loads(pickle.dumps(regression)) == regression
+    assert (regression["rmse"], regression["bytes_up"]) == (2.5, 50)
     with pytest.raises(KeyError, match="the summary has no 'rmse'"):
         found["rmse"]
-    with pytest.raises(AttributeError, match=r"the summary has no 'acuracy'; did you mean 'accuracy'\?"):
-        found.acuracy  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_file_is_flat_and_has_no_figure_that_there_is_not(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_sweep_has_tables_and_panels_of_the_columns_that_are_asked_for(tmp_pat
     assert [title for title, _ in asked] == ["accuracy on own data by alpha", "MiB up by alpha"]
     assert plain[1][1][1:] == asked[0][1][1:] == [("FedAvg", "-", "-"), ("FedBN", "5.00%", "50.00%")]
     assert asked[1][1][1:] == [("FedAvg", "3.00", "3.00"), ("FedBN", "3.00", "3.00")]
-    panels = sweeps_plot(sweeps(rows), ReportForm(columns=("clients_own_accuracy", "bytes_up"))).axes
+    panels = sweeps_plot(rows, ReportForm(columns=("clients_own_accuracy", "bytes_up"))).axes
     assert [panel.get_ylabel() for panel in panels] == ["accuracy on own data, %", "MiB up"]
     write_report([tmp_path], tmp_path / "out", ReportForm(columns=("bytes_up",)))
     assert "MiB up by alpha" in (tmp_path / "out" / "report.md").read_text()
@@ -89,12 +89,24 @@ def test_a_value_at_which_runs_diverged_has_a_cross_and_no_dot(tmp_path: Path) -
         ("A", "50.00% ± 0", "diverged in round 4"),
         ("B", "70.00% ± 0", "70.00% ± 0 [diverged in round 4] (2 of 3 seeds)"),
     ]
-    (panel,) = sweeps_plot(sweeps(rows)).axes
+    (panel,) = sweeps_plot(rows).axes
     crosses = [line.get_xdata()[0] for line in panel.get_lines() if line.get_marker() == "x"]
     dots = [each.lines[0].get_xdata()[0] for each in panel.containers]
     assert (len(crosses), len(dots)) == (2, 3)
     assert {*crosses} - {*dots} == {min(crosses)}, "of A, which has no result"
     assert panel.get_xlabel() == "lr (cross: diverged)"
+
+
+def test_a_run_outside_of_the_sweep_is_a_line_across_all_values(tmp_path: Path) -> None:
+    for q in (0.5, 1.0):
+        write_cell(tmp_path, "QFed", {"q": q}, q / 2)
+    write_cell(tmp_path, "FedAvg", {}, 0.4)
+    figure = sweeps_plot(rows_of(tmp_path))
+    heights = {
+        line.get_label(): {*line.get_ydata()} for line in figure.axes[0].get_lines() if line.get_marker() == "none"
+    }
+    assert [*heights.values()].count({40.0}) == 1
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["QFed", "FedAvg"]
 
 
 def test_the_colour_of_a_curve_is_the_strategy_s_and_its_dash_the_swept_value_s(tmp_path: Path) -> None:
@@ -113,7 +125,7 @@ def test_the_colour_of_a_curve_is_the_strategy_s_and_its_dash_the_swept_value_s(
     assert {(dot.lines[0].get_color(), dot.lines[0].get_marker()) for dot in dots} == {
         (colour, marker) for colour in COLOURS[:5] for marker in "os^"
     }
-    (panel,) = sweeps_plot(sweeps(rows)).axes
+    (panel,) = sweeps_plot(rows).axes
     assert {dot.lines[0].get_color() for dot in panel.containers} == {*COLOURS[:5]}
 
 

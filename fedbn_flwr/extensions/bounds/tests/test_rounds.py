@@ -136,7 +136,7 @@ def test_no_share_of_the_weight_is_above_the_bound(federation: Federations) -> N
 
     def many(sent: RecordDict, reply: RecordDict, partition: int) -> None:
         if partition == 0:
-            reply["metrics"]["num-examples"] = 2**30
+            reply["metrics"]["num-examples"] = 10**6
 
     strategy = FedAvg(bounds={"max_share": 0.5}, fraction_evaluate=0.0)
     found = last_model(fed, strategy, 1, fed.grid(between(fed.app(), many)))

@@ -17,17 +17,18 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.client import NumPyClient
 from scipy.stats import kstest
+from torch import nn
 
-from fedbn_flwr import LocalGrid, client_app
+from fedbn_flwr import BNClient, LocalGrid, client_app
+from fedbn_flwr.client.client import Update
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.registry import build_strategy
 from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.extensions.private.noise import change_of, epsilon_of, parts_of
-from fedbn_flwr.messages.arrays import pack, unpack
+from fedbn_flwr.messages.arrays import Arrays, pack, unpack
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.strategies import (
     FedAvg,
@@ -298,7 +299,7 @@ def test_a_client_pays_for_the_rounds_in_which_it_was_asked_or_may_have_been(
         if "arrays" in content:
             asked[client] += 1
         if not named:
-            content.pop("client", None)
+            content.get("client", {}).pop("partition-id", None)
             content["metrics"].pop("partition-id", None)
 
     private = Private(KEEP(fraction_train=0.5, fraction_evaluate=0.0), noise=3.0)
@@ -416,19 +417,18 @@ def test_the_page_s_examples_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert float(capsys.readouterr().out) == pytest.approx(epsilon_of(math.sqrt(30 * (1 / 4 + 1 / 16)), 1e-5))
 
 
-class Reporting(NumPyClient):
+class Reporting(BNClient):
     """Three clients report a share and go up by 5, the others a percentage and go down."""
 
-    def __init__(self, partition: int) -> None:
-        self.of_few = partition < 3
-
-    def fit(self, parameters: list[np.ndarray], config: Any) -> Any:
-        return [parameters[0] + (5.0 if self.of_few else -5.0)], 10, {"accuracy": 0.9 if self.of_few else 90.0}
+    def train_round(self, arrays: Arrays, config: Any, *rest: Any, **more: Any) -> Update:
+        step, accuracy = (5.0, 0.9) if self.identity["partition-id"] < 3 else (-5.0, 90.0)
+        changed = {key: value + step for key, value in arrays.items()}
+        return Update(changed, {"num-examples": 10, "accuracy": accuracy}, {})
 
 
 def reported(strategy: flower.Strategy, count: int) -> float:
     """The weight after a round of so many clients; it was 0."""
-    app = client_app(lambda context: Reporting(context.node_config["partition-id"]))
+    app = client_app(lambda context: Reporting(nn.Linear(1, 1, bias=False), ()))
     result = strategy.start(LocalGrid(app, count), pack({"weight": np.zeros((1, 1))}), num_rounds=1)
     return float(unpack(result.arrays)["weight"].item())
 

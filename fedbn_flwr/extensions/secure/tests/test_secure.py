@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.client import NumPyClient
 from flwr.common.serde import recorddict_to_proto
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAdam, Krum, QFedAvg, Strategy
@@ -22,6 +21,7 @@ from torch import nn
 
 from fedbn_flwr import LocalGrid, client_app, convert_norm
 from fedbn_flwr.client.node_state import NodeState
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
@@ -49,7 +49,6 @@ from fedbn_flwr.extensions.secure.tests.attacks import (
 )
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, config_of, configs_in, metrics_in, pack, unpack
-from fedbn_flwr.messages.reply import partition_of
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.strategies import (
@@ -69,7 +68,6 @@ from fedbn_flwr.strategies import (
     restore,
     state_of,
 )
-from strategies.scaffold import total_of
 from tests.support.bounds import Equal
 from tests.support.experiments import read
 from tests.support.federations import Arrays, Changed, Federations, last_model, models_of, same
@@ -152,26 +150,6 @@ def test_metrics_are_the_means_of_the_open_run(federation: Federations) -> None:
     for number in (1, 2):
         assert here[number].keys() == there[number].keys() == {"train-loss"}
         assert here[number]["train-loss"] == pytest.approx(there[number]["train-loss"], abs=5e-8)
-
-
-def test_a_numpy_client_is_masked_too(federation: Federations) -> None:
-    class Adding(NumPyClient):
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def fit(self, parameters: Any, config: Any) -> Any:
-            return [array + self.number for array in parameters], self.number + 1, {"train_loss": 2.0 * self.number}
-
-    fed = double(federation)
-    app = client_app(lambda context: Adding(int(context.node_config["partition-id"])))
-    grid, replies = kept(LocalGrid(app, 3))
-    before = unpack(fed.arrays())
-    after = last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1, grid)
-    assert (
-        distance(dict(before), {key: value - 8 / 6 for key, value in after.items()}) < 5e-8
-    )  # (0 + 2 + 6) / (1 + 2 + 3)
-    assert len(masked_of(replies)) == 3
-    assert {partition_of(reply.content) for reply in replies} == {0, 1, 2}, "of each stage"
 
 
 # --- what arrives at the server ----------------------------------------------
@@ -318,18 +296,24 @@ def test_clients_may_drop_out_at_every_stage(federation: Federations, stage: str
 
 
 def test_after_a_loss_of_control_variates_all_begin_at_zero(federation: Federations) -> None:
-    """The server doesn't know whose it was. At the end c is the sum of what the clients have."""
+    """The server doesn't know whose it was, nor that another client joins in the same round.
+
+    At the end c is the sum of what the clients have.
+    """
 
     def forget(sent: list[Message], replies: list[Message]) -> list[Message]:
         if sent and sent[0].metadata.message_type == "train" and config_of(sent[0].content)[protocol.ROUND] == 2:
             grid.contexts()[2].state = RecordDict()
+            metered.hidden = set()
         return replies
 
-    fed, rule = double(federation), Scaffold(**NO_EVALUATION)
+    fed, rule = double(federation, (6, 8, 10, 4)), Scaffold(**NO_EVALUATION)
     grid = fed.grid()
-    last_model(fed, Secure(rule), 4, Changed(grid, forget))
-    own = [NodeState(context.state).load("fedbn.control.4") for context in grid.contexts().values()]
-    for key, total in total_of(rule.memory.controls).items():
+    metered = MeteredGrid(Changed(grid, forget))
+    metered.hidden = {4}
+    last_model(fed, Secure(rule), 4, metered)
+    own = [NodeState(context.state).load("fedbn.scaffold.4") for context in grid.contexts().values()]
+    for key, total in rule.memory.total.items():
         np.testing.assert_allclose(total, sum(control[key] for control in own), atol=1e-6, err_msg=key)
 
 
@@ -496,7 +480,7 @@ def test_history_and_summary_have_skipped_rounds(tmp_path: Path) -> None:
     assert summary is not None
     assert summary.notes["secure_skipped"] == [1]
     again = make_rule(prepared.run)
-    again.begin(2, prepared.rule.base.round.arrays)
+    again.begin(2, prepared.rule._round.arrays)
     restore(again, state_of(prepared.rule))
     assert again.memory == prepared.rule.memory
 
@@ -594,7 +578,7 @@ def test_secrets_are_neither_written_nor_logged(
     rule.start(grid, fed.arrays(), num_rounds=2, train_config=run)
     assert len(roots) == 6
     written = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
-    assert b"fedbn.arrays.fedbn.control" in written  # the client's state is there
+    assert b"fedbn.arrays.fedbn.scaffold" in written  # the client's state is there
     for root in roots:
         assert root not in written
         assert base64.b64encode(root) not in written
@@ -628,34 +612,24 @@ def test_secrets_are_neither_written_nor_logged(
             lambda: DifferentialPrivacyServerSideFixedClipping(FedAdam(), 1.0, 1.0, 3),
             "FixedClipping clips the changes",
         ),
+        (lambda: FixBN(Secure(FedAvg())), r"FixBN cannot wrap it; expected Secure\(FixBN\(...\), ...\)"),
+        (
+            lambda: make_rule(
+                read("model: {name: cnn}\nstrategy: {name: Secure, base: {name: FedBN}}\nevaluate: {dynamics: true}")
+            ),
+            r"evaluate\.dynamics is true and reads",
+        ),
+        (lambda: Secure(FedAvg(), threshold=0.4), "threshold is 0.4; expected a share of the clients from 0.5"),
+        (lambda: Secure(FedAvg(), threshold=1.0), "threshold is 1.0"),
+        (lambda: Secure(FedAvg(), update_range=0), "update_range is 0"),
+        (lambda: Secure(FedAvg(), statistics_range=2**30), "range is 1073741824 and max_examples is 1048576"),
+        (lambda: Secure(FedAvg(), max_examples=2.0**40), "max_examples is"),
+        (lambda: Secure(FedAvg(), timeout=0), "timeout is 0"),
     ],
 )
-def test_rules_that_need_single_replies_are_refused(make: Callable[[], Strategy], says: str) -> None:
+def test_wrong_arguments_and_what_needs_single_replies_are_refused(make: Callable[[], Strategy], says: str) -> None:
     with pytest.raises(SettingsError, match=says):
         Secure(make())
-
-
-def test_it_must_be_outermost_and_an_experiment_cannot_read_single_clients() -> None:
-    with pytest.raises(SettingsError, match=r"FixBN cannot wrap it; expected Secure\(FixBN\(...\), ...\)"):
-        FixBN(Secure(FedAvg()))
-    with pytest.raises(SettingsError, match=r"evaluate\.dynamics is true and reads"):
-        make_rule(read("model: {name: cnn}\nstrategy: {name: Secure, base: {name: FedBN}}\nevaluate: {dynamics: true}"))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"threshold": 0.4}, "threshold is 0.4; expected a share of the clients from 0.5"),
-        ({"threshold": 1.0}, "threshold is 1.0"),
-        ({"update_range": 0}, "update_range is 0"),
-        ({"statistics_range": 2**30}, "statistics_range is 1073741824 and max_examples is 1048576"),
-        ({"max_examples": 2.0**40}, "max_examples is"),
-        ({"timeout": 0}, "timeout is 0"),
-    ],
-)
-def test_wrong_arguments_are_named(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        Secure(FedAvg(), **options)
 
 
 def test_a_client_does_not_mask_a_round_with_exchanges(federation: Federations) -> None:

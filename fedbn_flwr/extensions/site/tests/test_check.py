@@ -23,7 +23,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from fedbn_flwr import __version__, cli
+from fedbn_flwr import __version__
+from fedbn_flwr.commands import cli
 from fedbn_flwr.extensions.site import needs
 from tests.support.certificates import valid_until
 from tests.support.images import write_pictures
@@ -270,7 +271,7 @@ def test_the_validity_of_certificates_is_checked(
     assert which["status"] == status
     if status != "ok":
         assert "deploy/keys.sh --add --nodes N" in which["cure"]
-        assert "restart superlink superexec-serverapp proxy" in which["cure"], "the proxy presents it to sites"
+        assert "restart proxy, and between two runs" in which["cure"], "the proxy presents it to sites"
 
 
 def test_a_server_that_cannot_be_trusted_or_reached_is_named(
@@ -519,7 +520,7 @@ NUMBERS = PATIENTS.replace("class_names: [ill, well]", "classes: 1")
             first("outcome", *[0.5, 1.25] * 20), NUMBERS, "FAILED",
             "has labels for regression (numbers), but the experiment has classification",
         ),
-        (fewer, PATIENTS, "FAILED", "has 20 training examples and doesn't send the sums of fewer than 32"),
+        (fewer, PATIENTS, "FAILED", "lower min-batch in this node's config: it has 20, and min-batch is 32"),
         (fewer, UNIT, "ok", "20 training and 20 test examples"),
         (first("pressure", -999.0, -999.0), PATIENTS, "warning", "pressure is -999 in 4 rows, and in the others from "),
         (first("pressure", 16.5), PATIENTS, "warning", "pressure is 16.5 in 2 rows, and in the others from "),  # kPa

@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from fedbn_flwr import Result, cli, run
+from fedbn_flwr import Result, run
+from fedbn_flwr.commands import cli
 from tests.support.refusals import refusal
 
 HERE = "fedbn_flwr.extensions.site.tests.test_masks"

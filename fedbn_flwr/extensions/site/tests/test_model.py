@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedbn_flwr import cli, run
+from fedbn_flwr import run
+from fedbn_flwr.commands import cli
 from fedbn_flwr.results.result import Result
 
 TINY: dict[str, Any] = {"rounds": 2, "clients": 3, "engine": {"workers": 0, "device": "cpu"}}
@@ -52,6 +54,17 @@ def test_a_client_of_a_local_run_uses_its_own_model(
     assert len(found) == 3
 
 
+def test_a_client_has_a_name(runs: dict[str, Result]) -> None:
+    partition = runs["FedBN"].folder / "partition.json"
+    before = partition.read_text()
+    partition.write_text(json.dumps(json.loads(before) | {"clients": ["ulm", "bonn", "kiel"]}))
+    code, file = fedbn(runs["FedBN"], "model", "--client", "bonn")
+    partition.write_text(before)
+    own = runs["FedBN"].model(client=1).state_dict()
+    assert code == 0
+    assert all(torch.equal(own[key], value) for key, value in load_file(file).items())
+
+
 def test_a_global_model_of_a_run_that_personalises_predicts_with_a_warning(
     runs: dict[str, Result], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +79,7 @@ def test_a_global_model_of_a_run_that_personalises_predicts_with_a_warning(
 @pytest.mark.parametrize(
     ("name", "words", "reason"),
     [
+        ("FedBN", ["--client", "ulm"], "there is no client 'ulm'; give its number"),
         ("FedBN", ["--client", "77"], "there is no client 77; the run has the clients 0 to 2"),
         ("FedAvg", ["--client", "1"], "client 1 has no model of its own"),
         ("Standalone", [], "has no global model; each client has its own"),

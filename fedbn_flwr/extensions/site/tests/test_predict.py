@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from fedbn_flwr import Result, cli, run
+from fedbn_flwr import Result, run
+from fedbn_flwr.commands import cli
 from tests.support.images import write_pictures
 from tests.support.refusals import refusal
 
@@ -101,7 +105,7 @@ def test_a_row_that_training_would_leave_out_has_no_prediction(
             assert "without a prediction: 1 examples, which lack an input (data.missing is drop)" in printed
         (tmp_path / "train.csv").write_text("\n".join(["x,y", *lines, ""]))
     error = refusal(capsys, "predict", result.folder, "--data", tmp_path / "new.csv", "--out", tmp_path / "none.csv")
-    assert "of the 41 rows of the file some have no value (NaN or null) in x (1); fill them in" in error
+    assert "of the 41 rows some have no value (NaN or null) in x (1); fill them in" in error
     assert "set data.missing" not in error
 
 
@@ -154,9 +158,14 @@ def test_columns_are_found_by_name(trained: Path, tmp_path: Path, capsys: pytest
     [
         (
             lambda frame: frame.drop(columns="age"),
-            "has no column 'age'; the model needs age, bp, sex; its co",
+            "data.inputs='age' is not a column of",
         ),
-        (lambda frame: frame.rename(columns={"bp": "pressure"}), "has no column 'bp'; the model needs age, bp, sex"),
+        (lambda frame: frame.rename(columns={"bp": "bp  x"}), "not a column of"),
+        (lambda frame: frame[:0], "has no rows"),
+        (
+            lambda frame: frame.assign(age=frame["age"] > 50),
+            "the column 'age' has true and false; the model was trained",
+        ),
         (lambda frame: frame.assign(sex="x"), "lacks 1 of the values of the column 'sex' of"),
         (lambda frame: frame.assign(age="old"), "the column 'age' has texts; the model was trained on numbers in it"),
         (lambda frame: frame.assign(ill="perhaps"), "lacks 1 of the classes in 'ill'"),
@@ -188,6 +197,65 @@ def test_rows_without_a_label_or_an_input_get_predictions(
     assert "label" not in bare[0][0]
     assert [row["prediction"] for row in bare[0]] == [row["prediction"] for row in gaps[0]]
     assert len(bare[0]) == 20
+
+
+def as_text(separator: str, encoding: str = "utf-8", first: str = "", point: str = ".") -> Any:
+    return lambda frame, file: file.write_text(
+        first + frame.to_csv(index=False, sep=separator, decimal=point), encoding=encoding
+    )
+
+
+WRITTEN = {
+    "tabs.tsv": as_text("\t"),
+    "bars.csv": as_text("|"),
+    "unicode-text.csv": as_text("\t", "utf-16"),
+    "excel.csv": as_text(";", "utf-8-sig", first="sep=;\n", point=","),
+    "points.csv": as_text(";"),
+    "blanks.csv": lambda frame, file: frame.rename(columns="{} ".format).to_csv(file, index=False),
+    "empty-labels.csv": lambda frame, file: frame.assign(ill=None).to_csv(file, index=False),
+    "table.parquet": lambda frame, file: frame.to_parquet(file),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_table_of_any_program_gives_the_same_predictions(
+    name: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if the extra `data` were not installed
+    frame = patients(20, seed=1)
+    frame.to_csv(tmp_path / "plain.csv", index=False)
+    WRITTEN[name](frame, tmp_path / name)
+    expected, found = (predicted(capsys, trained, "--data", tmp_path / each)[0] for each in ("plain.csv", name))
+    shown = [key for key in expected[0] if key != "label" or "empty" not in name]
+    assert [*found[0]] == shown
+    assert found == [{key: row[key] for key in shown} for row in expected]
+
+
+def test_a_site_s_test_file_is_used_or_said_not_to_be(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flower_log: pytest.LogCaptureFixture
+) -> None:
+    """The run holds out a quarter of its table, so a site's folder does too."""
+    for part, count in (("train", 40), ("test", 30)):
+        patients(count, seed=count).to_csv(tmp_path / f"{part}.csv", index=False)
+    rows, _ = predicted(capsys, trained, "--data", tmp_path, "--id", "patient")
+    assert len(rows) == 10
+    assert all(row["patient"] == f"p{row['row']}" for row in rows)
+    assert "test.csv will not be used, since data.test holds out a part of train*" in flower_log.text
+
+
+def test_predictions_that_are_not_finite_are_left_out_and_said(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights so large that one row overflows."""
+    patients(20, seed=1).assign(bp=[1e9 if row == 4 else 120.0 for row in range(20)]).to_csv(tmp_path / "new.csv")
+    shutil.copytree(trained, tmp_path / "run")
+    file = tmp_path / "run" / "model.safetensors"
+    arrays = load_file(file)
+    save_file(arrays | {"hidden.weight": arrays["hidden.weight"] * 1e32}, file, {"round": "2"})
+    rows, said = predicted(capsys, tmp_path / "run", "--data", tmp_path / "new.csv")
+    assert [number for number, row in enumerate(rows) if not row["prediction"]] == [4]
+    assert "without a prediction: 1 examples, for which the model's outputs are not finite" in said
+    assert "of 19 labels" in said
 
 
 def test_predictions_of_series_have_the_ids_of_the_series(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,8 +291,9 @@ def test_images_have_their_file_names_and_the_labels_of_their_folders(
     some, printed = predicted(capsys, result.folder, "--data", tmp_path / "all" / "north")
     assert some[0]["file"] == "benign/0.png"
     assert [row["prediction"] for row in some] == [row["prediction"] for row in rows[:24]]
+    (tmp_path / "all" / "north" / "malign" / "0.png").rename(tmp_path / "all" / "north" / "malign" / "train_0.png")
     bare, printed = predicted(capsys, result.folder, "--data", tmp_path / "all" / "north" / "malign")
-    assert ("labels" in printed, "label" in bare[0], bare[0]["file"]) == (False, False, "0.png")
+    assert ("labels" in printed, "label" in bare[0], bare[0]["file"]) == (False, False, "1.png")
     Image.new("RGB", (8, 8), (200, 10, 10)).save(tmp_path / "all" / "north" / "malign" / "0.png")
     error = refusal(capsys, "predict", result.folder, "--data", tmp_path / "all", "--out", tmp_path / "none.csv")
     assert "has inputs of shape [3, 8, 8], but the model takes [1, 8, 8]; convert the images" in error

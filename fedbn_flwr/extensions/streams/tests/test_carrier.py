@@ -18,8 +18,9 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import client_app, strategies
-from fedbn_flwr.engines.metered import MeteredGrid, Traffic
+from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.engines.network import PollingGrid
+from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.extensions.streams import server
 from fedbn_flwr.messages import protocol
@@ -168,12 +169,12 @@ def test_a_client_that_stalls_is_left_out_when_its_time_is_over(
 ) -> None:
     """It later finds that the others have continued, and its model is not used."""
     fed = federation((6, 8, 5), batches=1, model=two_norms, steps=1)
-    strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=2)
+    strategy = FedTAN(fraction_evaluate=0.0, exchange_timeout=10)
     used = nodes_in_means(strategy)
-    train(fed, strategy, 1, app=with_fault(fed, 1, lambda _: time.sleep(4)), workers=3)
+    train(fed, strategy, 1, app=with_fault(fed, 1, lambda _: time.sleep(20)), workers=3)
     assert len(used[0]) == 2
     assert "client 1" in flower_log.text
-    assert "sent nothing to the exchange service within 2 s" in flower_log.text
+    assert "sent nothing to the exchange service within 10 s" in flower_log.text
 
 
 @pytest.mark.slow
@@ -187,7 +188,7 @@ def test_a_client_that_hangs_costs_at_most_half_of_the_round(
     used = nodes_in_means(strategy)
     with fed.grid(with_fault(fed, 1, lambda _: time.sleep(60)), workers=3) as local:
         local.start()
-        strategy.start(PollingGrid(local), fed.arrays(), num_rounds=1, timeout=6)
+        strategy.start(PollingGrid(local), fed.arrays(), num_rounds=1, timeout=20)
     assert used == [[1, 3]]
     assert "all wait for client 1 (node 2) since 1 s" in flower_log.text
     assert "exchange 2: left out client 1 (node 2): it sent nothing to the exchange service within" in flower_log.text

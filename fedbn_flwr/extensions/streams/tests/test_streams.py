@@ -87,9 +87,13 @@ def raw(
 def sending(service: ExchangeService, channel: grpc.Channel, node: int) -> Any:
     """A call with a contribution, which the service has read."""
     call = channel.unary_unary(CONTRIBUTE).future(to_bytes(moments()), 20, ((TOKEN, service.tokens[node]),))
+    wait_for_call(service, node)
+    return call
+
+
+def wait_for_call(service: ExchangeService, node: int) -> None:
     while service._clients[node].call is None:
         time.sleep(0.01)
-    return call
 
 
 def test_calls_without_a_token_are_rejected_and_disturb_no_client(service: ExchangeService) -> None:
@@ -130,6 +134,7 @@ def test_a_service_does_not_accept_the_tokens_of_another_round(service: Exchange
 def test_a_message_that_is_too_large_is_not_read(service: ExchangeService) -> None:
     with clients(service, 8) as outcomes:
         assert raw(service, service.tokens[7], [b"x" * 5_000_000]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        wait_for_call(service, 8)
         received = service.collect([7, 8], 1)
         assert received[7] == "it sent nothing to the exchange service within 1 s"
         assert isinstance(received[8], bytes)
@@ -163,6 +168,7 @@ def test_a_client_that_is_lost_after_its_message_does_not_count(service: Exchang
 
 def test_a_client_that_never_connects_or_sends_nothing_is_given_up(service: ExchangeService) -> None:
     with clients(service, 8) as outcomes:
+        wait_for_call(service, 8)
         received = service.collect([7, 8], 1)
         assert received[7] == "it sent nothing to the exchange service within 1 s"
         service.answer([8], agreed(), last=True)
@@ -184,8 +190,7 @@ def test_a_client_whose_server_is_gone_or_never_answers_gives_up(monkeypatch: py
                 exchange(moments())
             last = stack.enter_context(called(service, 8))
             waiting = stack.enter_context(ThreadPoolExecutor(1)).submit(last, moments())
-            while service._clients[8].call is None:
-                time.sleep(0.01)
+            wait_for_call(service, 8)
         with pytest.raises(MessageError, match="ended the exchange: the round's exchanges are over"):
             waiting.result(20)
         with pytest.raises(MessageError, match=rf"{service.address} cannot be reached"):

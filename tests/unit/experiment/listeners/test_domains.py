@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from fedbn_flwr.results.folder.writer import RunFolder
 
 EXPERIMENT = """

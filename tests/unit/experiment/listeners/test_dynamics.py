@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from fedbn_flwr.experiment.listeners.dynamics import SPREAD
 from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.runs import change_summary

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from fedbn_flwr.experiment.file.content import merge
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
 from fedbn_flwr.experiment.listeners.evaluate import Evaluate
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
-from fedbn_flwr.experiment.listeners.progress import Progress
 from fedbn_flwr.experiment.listeners.recording import History, Saving
 from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import prepare
@@ -31,8 +29,9 @@ from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.models.tensors import initial_arrays
 from fedbn_flwr.results.folder.writer import RunFolder
-from fedbn_flwr.results.result import Result, find_runs
-from fedbn_flwr.yaml_text import parse_yaml
+from fedbn_flwr.results.read.runs import find_runs
+from fedbn_flwr.results.result import Result
+from fedbn_flwr.results.yaml_text import parse_yaml
 from tests.support.runs import saved_round
 
 EXPERIMENT = """
@@ -201,19 +200,3 @@ def test_a_round_is_saved_once(running: Running, tmp_path: Path, monkeypatch: py
     assert listener.on_round(running, at).checkpoint_round == 5
     listener.on_end(running, None)
     assert written == ["write_model", "write_checkpoint"]
-
-
-def test_progress_names_each_run_and_its_last_round(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(["first", "second"], [5, 5], plain=True) as progress:
-        progress.skip([0], [])
-        reporter = progress.begin(1)
-        at = dataclasses.replace(start(running), number=3)
-        reporter.on_start(running, at)
-        line = {"round": 5, "accuracy": 0.5, "loss": 2.0}
-        reporter.on_round(running, dataclasses.replace(at, number=5, line=line))
-        progress.end(1)
-    assert re.sub(r"in .* m?s", "in 0 ms", capsys.readouterr().out).splitlines() == [
-        "1 of 2 runs are finished already",
-        "[2/2] second: 5 rounds, continuing after round 3",
-        "[2/2] second: 5 rounds in 0 ms  accuracy 0.5000  loss 2.0000",
-    ]

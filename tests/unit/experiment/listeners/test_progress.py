@@ -8,6 +8,7 @@ import pty
 import re
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,21 +64,21 @@ def test_a_terminal_shows_at_once_what_happens(tmp_path: Path) -> None:
         for text in (
             "loading PyTorch and Flower ...",
             "loading data",
-            "run folders: ",
-            "[1/1] FedTAN: 2 rounds",
+            "1 run, in ",
             "[1/1] FedTAN: 2 rounds in ",
-            "writing the report",
             "table: ",
+            "Next: fedbn predict out/FedTAN --data PATH",
         )
     ]
     assert places == sorted(places)
-    assert re.search(r"\[1/1\] FedTAN ━+ \d/2", shown)
+    assert re.search(r"all runs +[━╸╺]+ \d:\d\d:\d\d \d+ %", shown)
+    assert re.search(r"\[1/1\] FedTAN +[━╸╺]+ \d:\d\d:\d\d \d/2", shown)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that a Progress sees."""
-    now = SimpleNamespace(seconds=0.0)
+    now = SimpleNamespace(seconds=1.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
     return now
 
@@ -93,29 +94,34 @@ def at(number: int, rounds: int = 4) -> FinishedRound:
     return FinishedRound(number, arrays, arrays, is_last=number == rounds, line=line)
 
 
-def test_a_log_has_a_line_in_five_seconds(clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(["FedTAN"], [4], plain=True) as progress:
+def test_a_log_has_a_line_for_each_finished_run_and_after_a_minute_without_one(
+    clock: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second run has three clients instead of one, so its rounds take three times as long."""
+    with Progress(["Centralised", "FedTAN"], [4, 4], [1, 3], plain=True) as progress:
         run = progress.begin(0)
         run.on_start(RUNNING, at(0))
-        for layer in range(1, 6):
-            clock.seconds += 2
-            run.report("forward pass, layers", layer, 5)
-        run.on_round(RUNNING, at(1))
-        clock.seconds += 10
-        run.on_round(RUNNING, at(2))
+        for number in range(1, 5):
+            clock.seconds += 10
+            run.on_round(RUNNING, at(number))
         progress.end(0)
+        run = progress.begin(1)
+        run.on_start(RUNNING, at(2))  # resumed
+        clock.seconds += 61
+        run.on_round(RUNNING, at(3))
+        clock.seconds += 20
+        run.on_round(RUNNING, replace(at(4), line={"train_loss": 1.0}))  # it is not evaluated
+        progress.end(1)
     assert capsys.readouterr().out.splitlines() == [
-        "[1/1] FedTAN: 4 rounds",
-        "[1/1] FedTAN: round 1/4  forward pass, layers: 3 of 5",
-        "[1/1] FedTAN: round 2/4  accuracy 0.5000  loss 2.0000  train loss 1.5000  about 20 s left",
-        "[1/1] FedTAN: 2 rounds in 20 s  accuracy 0.5000  loss 2.0000  train loss 1.5000",
+        "[1/2] Centralised: 4 rounds in 40 s  accuracy 0.5000  train loss 1.5000",
+        "all runs: 70 %, about 43 s left",  # seven clients' rounds took 101 s, and three are left
+        "[2/2] FedTAN: 4 rounds, the last 2 in 81 s  accuracy 0.5000  train loss 1.0000",
     ]
 
 
-def test_a_round_s_figures_begin_with_the_main_one_of_the_task() -> None:
-    line = {"loss": 4.0, "rmse": 2.0, "mae": 1.0, "train_loss": 5.0, "accuracy": 1}
-    assert metrics_in_words(line, "rmse") == "RMSE 2.0000  loss 4.0000  train loss 5.0000"
-    assert metrics_in_words(line, "loss") == "loss 4.0000  train loss 5.0000"
+def test_the_metric_of_a_run_is_the_main_one_of_its_task() -> None:
+    assert metrics_in_words({"loss": 4.0, "rmse": 2.0, "train_loss": 5.0}, "rmse") == "RMSE 2.0000  train loss 5.0000"
+    assert metrics_in_words({"loss": 4.0, "train_loss": 5.0}, "loss") == "loss 4.0000  train loss 5.0000"
 
 
 def test_ctrl_c_before_the_first_run_stops_at_once() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr import cli
+from fedbn_flwr.commands import cli
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners import track
 from fedbn_flwr.experiment.listeners.track import TrackedRun

@@ -1,4 +1,4 @@
-"""The command `fedbn`: its parser, and how its errors end. Each command is a module of `fedbn_flwr.commands`."""
+"""The command `fedbn`: its parser, and how its errors end. Each command is a module of its own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from . import __version__
-from .commands import explain, flwr, given, listing, new, report, run, status
-from .errors import FedbnError, RunFailed, described, did_you_mean
-from .extensions import parts
+from fedbn_flwr import __version__
+from fedbn_flwr.errors import FedbnError, RunFailed, described, did_you_mean
+from fedbn_flwr.extensions import parts
 
-COMMANDS = (new, explain, run, given, status, report, listing, flwr)  # as in the help
+from . import explain, flwr, given, listing, new, report, run, status
+
+COMMANDS = (run, new, explain, given, status, report, listing, flwr)  # as in the help
 
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -72,7 +73,10 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     found = parser()
     arguments, others = found.parse_known_args(argv)
     if others and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in others)):
-        found.error(f"unrecognized arguments: {' '.join(others)}")
+        words = " ".join(others)
+        setting = re.match(r"--([\w.]+)[= ]([^-]\S*)", words) if hasattr(arguments, "overrides") else None
+        hint = f"; a setting has no dashes: write {setting[1]}={setting[2]}" if setting else ""
+        found.error(f"unrecognized arguments: {words}{hint}")
     if others:
         arguments.overrides += others
     for word in getattr(arguments, "overrides", ()):
@@ -92,15 +96,19 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="fedbn",
-        description="Federated learning of networks with batch normalisation, on Flower and PyTorch.",
+        description=(
+            "Federated learning of networks with batch normalisation, on Flower and PyTorch. Start with: fedbn run "
+            "demo. Then write an experiment of your own: fedbn new mine; fedbn explain mine.yaml; fedbn run mine.yaml. "
+            "The documentation is the folder docs of your clone, from docs/tutorial.md on."
+        ),
         epilog=(
-            "Start with: fedbn new mine; fedbn explain mine.yaml; fedbn run mine.yaml. Exit codes: 0 success, 1 a run "
-            "or a check failed, 2 wrong usage or settings, 130 interrupted. "
+            "Exit codes: 0 success, 1 a run or a check failed, 2 wrong usage or settings, 130 interrupted. "
             "FEDBN_DEBUG=1 shows where an error comes from."
         ),
     )
     parser.add_argument("--version", action="version", version=f"fedbn {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser.set_defaults(command=lambda _: parser.print_help() or 2)  # type: ignore[func-returns-value]
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add in (*[command.add for command in COMMANDS], *parts("commands")):
         add(commands)
     return parser

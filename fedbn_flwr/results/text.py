@@ -48,19 +48,6 @@ def in_markdown(text: str) -> str:
     return _MARKS.sub(r"\\\g<0>", printable(text))
 
 
-_LATEX = str.maketrans(
-    {mark: rf"\{mark}" for mark in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    | {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
-)
-
-
-def in_latex(text: str) -> str:
-    r"""Text of a table's cell; a bracket or a star at its beginning would belong to the `\\` before it."""
-    found = printable(text).translate(_LATEX)
-    return f"{{}}{found}" if found.startswith(("[", "*")) else found
-
-
 def in_plot(text: str, length: int = 60) -> str:
     """Text in which matplotlib finds no formula. A long text keeps both ends, because labels may differ at either."""
     text, half = printable(text), length // 2
