@@ -47,7 +47,7 @@ def test_a_notebook_prints_what_is_stored(file: Path, tmp_path: Path, monkeypatc
             output.get("data", {}).pop("text/html", None)
         nbformat.write(notebook, file)
     else:
-        assert list(differences(printed(stored), printed(notebook))) == []
+        assert differences(printed(stored), printed(notebook)) == []
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

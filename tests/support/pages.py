@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from itertools import repeat
 from pathlib import Path
 
 from fedbn_flwr.commands import cli
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 REWRITE = bool(os.environ.get("FEDBN_REWRITE"))
-# What depends on the processor: accuracies and their deviations, losses, and the round in which a run diverges.
-MEASURED = re.compile(r"\d+\.\d+%|± \d+\.\d+|\b\d\.\d{3,}|(?<=round )\d+(?=:| of)")
-# What a page shows only for its form: ages of runs, the rounding of two computations, outputs of an untrained sum.
-PASSING = re.compile(r"\S+ \w+ ago|\d\.\d+e-\d+|(?<=outputs up to )\d+\.\d+")
-SECONDS = re.compile(r"\d+(\.\d)?( ± \d+\.\d)?$")
+# What depends on the processor or the clock: accuracies, losses, seconds and their deviations, ages of runs, and the
+# round in which a run diverges or is best.
+MEASURED = re.compile(r"(± ?)?\d+\.\d+(e-\d+)?%?|\d+%|± ?\d+|(?<=round )\d+(?=:| of)|\S+ \w+ ago")
 
 
 def printed(command: Callable[[], object]) -> str:
@@ -33,7 +29,7 @@ def printed(command: Callable[[], object]) -> str:
 
 def form(line: str) -> str:
     """A line without measured numbers and the widths of columns."""
-    return re.sub(r"-{2,}", "--", " ".join(MEASURED.sub("*", PASSING.sub("~", line)).split()))
+    return re.sub(r"-{2,}", "--", re.sub(r"\*[ *]*", "* ", " ".join(MEASURED.sub("*", line).split())))
 
 
 def anchored(lines: list[str], first: str) -> int:
@@ -52,32 +48,17 @@ def excerpt(shown: str, output: str) -> str:
     return "...\n".join(parts)
 
 
-def differences(shown: str, now: str, points: float = 4) -> Iterator[tuple[str, str]]:
-    """Lines that differ in more than seconds, and accuracies by more than so many points."""
-    timed = False
-    for old, new in zip(shown.splitlines(), now.splitlines(), strict=True):
-        timed = old.endswith("seconds") or (timed and bool(old))
-        before, after = (SECONDS.sub("", line) if timed else line for line in (old, new))
-        if form(before) != form(after) or not all(map(close, measured(before), measured(after), repeat(points))):
-            yield old, new
-
-
-def measured(line: str) -> list[str]:
-    """The numbers of a line that are compared by their size."""
-    return MEASURED.findall(PASSING.sub("~", line))
-
-
-def close(old: str, new: str, points: float) -> bool:
-    """Within so many percentage points; fractions and losses, without a sign, within a hundredth of them or a tenth."""
-    near, tenth = (points / 100, 0.1) if re.fullmatch(r"\d\.\d+", old) else (points, 0)
-    return math.isclose(float(old.strip("±% ")), float(new.strip("±% ")), rel_tol=tenth, abs_tol=near)
+def differences(shown: str, now: str) -> list[tuple[str, str]]:
+    """Lines that differ in more than measured numbers: another processor gives others, by many points in few rounds."""
+    pairs = zip(shown.splitlines(), now.splitlines(), strict=True)
+    return [(old, new) for old, new in pairs if form(old) != form(new)]
 
 
 class Page:
-    """The blocks of a page in their order; a block of text is what the block before it prints, up to some points."""
+    """The blocks of a page in their order; a block of text is what the block before it prints."""
 
-    def __init__(self, path: Path, points: float = 4):
-        self.path, self.text, self.points = path, path.read_text(encoding="utf-8"), points
+    def __init__(self, path: Path):
+        self.path, self.text = path, path.read_text(encoding="utf-8")
 
     def blocks(self) -> Iterator[tuple[str, str, str]]:
         """Kind and text of each block that is no output, and the output that the page shows."""
@@ -108,4 +89,4 @@ class Page:
             self.text = self.text.replace(shown, now)
             self.path.write_text(self.text, encoding="utf-8")
         else:
-            assert list(differences(shown, now, self.points)) == []
+            assert differences(shown, now) == [], f"the page shows\n{shown}\nand now is printed\n{output}"
