@@ -55,7 +55,7 @@ def checked(function: F) -> F:
 def declarations(function: Callable[..., object]) -> Mapping[str, object]:
     """The annotations of a function's arguments that can be checked."""
     with suppress(NameError):  # the annotation has a name that only type checkers import
-        return {name: hint for name, hint in get_type_hints(function, include_extras=True).items() if _is_simple(hint)}
+        return {name: hint for name, hint in get_type_hints(function, include_extras=True).items() if is_simple(hint)}
     return {}
 
 
@@ -78,7 +78,7 @@ def _fits(value: Any, annotation: Any) -> bool:
         )
     if kind is Callable:
         return callable(value)
-    if kind is Annotated and (_is_simple(parts[0]) or isinstance(parts[0], type)):
+    if kind is Annotated and (is_simple(parts[0]) or isinstance(parts[0], type)):
         limits = [(_LIMITS[key][1], getattr(note, key)) for note in parts[1:] for key in _LIMITS if hasattr(note, key)]
         return _fits(value, parts[0]) and all(holds(value, limit) for holds, limit in limits)
     return adapter(annotation).validator.isinstance_python(value, strict=True)
@@ -91,9 +91,10 @@ def adapter(annotation: Any) -> TypeAdapter[object]:
     return TypeAdapter(annotation)
 
 
-def _is_simple(annotation: object) -> bool:
+def is_simple(annotation: object) -> bool:
+    """Whether `check` can check it."""
     if get_origin(annotation) in (Union, types.UnionType):
-        return all(map(_is_simple, get_args(annotation)))
+        return all(map(is_simple, get_args(annotation)))
     return annotation in _SIMPLE or get_origin(annotation) in (Annotated, Literal, Callable)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
+import importlib
 import inspect
 import operator
 import os
@@ -44,19 +44,6 @@ def check_name(key: str, name: str, known: Collection[str], what: str) -> str:
             f"{key}={name!r} is not {what}; {did_you_mean(name, known)}, or module:callable for your own"
         )
     return name
-
-
-def docstring(place: str) -> str:
-    """The docstring of `module:name`, or of a module."""
-    module, _, name = place.partition(":")
-    whole = tree(module)
-    parts = (part for part in whole.body if isinstance(part, ast.ClassDef | ast.FunctionDef) and part.name == name)
-    return ast.get_docstring(next(parts, whole)) or ""
-
-
-def tree(module: str) -> ast.Module:
-    """The syntax tree of a module, from its file: nothing is imported."""
-    return ast.parse(Path(getattr(importlib.util.find_spec(module), "origin", "")).read_bytes())
 
 
 def as_path(given: str) -> str:

@@ -11,8 +11,6 @@ value.
 from __future__ import annotations
 
 import ast
-import functools
-import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from fedbn_flwr import named, strategies
+from fedbn_flwr import named, sources, strategies
 from fedbn_flwr.declared import check, declarations
 from fedbn_flwr.errors import FedbnError, SettingsError, did_you_mean
 from fedbn_flwr.extensions import declared
@@ -45,7 +43,7 @@ FAMILIES: dict[str, list[str]] = {
 _NAMES = "fedbn_flwr.strategies._names"  # registers them: from .fedavg import FedAvg as FedAvg
 _PLACES = declared("strategies") | {
     name.name: f"fedbn_flwr.strategies.{line.module}:{name.name}"
-    for line in named.tree(_NAMES).body
+    for line in sources.tree(_NAMES).body
     if isinstance(line, ast.ImportFrom) and line.level
     for name in line.names
     if name.name[0].isupper()
@@ -149,43 +147,34 @@ def check_strategy(spec: Tree, section: str = "strategy") -> Tree:
         return spec
     if isinstance(base, Mapping):
         check_strategy(base, f"{section}.base")
-    keywords, inside = _keywords(name), str(base.get("name")) if isinstance(base, Mapping) else "FedAvg"
-    own = [key for key in keywords if key not in _NOT_IN_FILES]
-    known = [*own, "name", *(["base"] if "strategy" in keywords else [])]
+    declared, inside = _declared(name), str(base.get("name")) if isinstance(base, Mapping) else "FedAvg"
+    known = [*(declared.keys() - _NOT_IN_FILES), "name", *(["base"] if "strategy" in declared else [])]
     for key in (key for key in spec if key not in known):
         hint = "" if key != "base" else f"{name} wraps no other strategy; "
-        if "base" in known and inside in {*STRATEGIES, *FLOWER} and key in _keywords(inside):
+        if "base" in known and inside in {*STRATEGIES, *FLOWER} and key in _declared(inside):
             hint = f"give it to its base: base: {{name: {inside}, {key}: {spec[key]}}}; "
         raise SettingsError(
             f"{section}.{key} (= {spec[key]!r}) is not an argument of {name}; {hint}{did_you_mean(str(key), known)}"
         )
+    _check_values(name, spec, section, declared)
     return spec
 
 
-def _keywords(name: str) -> dict[str, None]:
-    """The arguments of a strategy, by its source where it is one of this library: PyTorch is not imported."""
-    return _in_source(*_PLACES[name].split(":")) if name in _PLACES else dict.fromkeys(arguments(class_of(name)))
+def _declared(name: str) -> Tree:
+    """The arguments of a strategy with their annotations, of this library's from their source: nothing is imported."""
+    if name in _PLACES:
+        return sources.arguments(_PLACES[name])
+    return {key: parameter.annotation for key, parameter in arguments(class_of(name)).items()}
 
 
-@functools.cache
-def _in_source(module: str, name: str) -> dict[str, None]:
-    """The arguments of a class, with those that its `**options` passes on."""
-    body = named.tree(module).body
-    imports = ((line, alias) for line in body if isinstance(line, ast.ImportFrom) for alias in line.names)
-    for line, alias in imports:
-        if name == (alias.asname or alias.name):
-            place = importlib.util.resolve_name("." * line.level + (line.module or ""), module.rpartition(".")[0])
-            return _in_source(place, alias.name) if place.startswith("fedbn_flwr") else {}
-    classes = [line for line in body if isinstance(line, ast.ClassDef) and line.name == name]
-    inside = [line for found in classes for line in found.body]
-    inits = [line.args for line in inside if isinstance(line, ast.FunctionDef) and line.name == "__init__"]
-    own = dict.fromkeys(each.arg for init in inits for each in (*init.args, *init.kwonlyargs))
-    if inits and inits[0].kwarg is None:
-        return own
-    wraps = [line.value for line in inside if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "wraps"]
-    for base in wraps or [base for found in classes for base in found.bases]:
-        own |= _in_source(module, ast.unparse(base))
-    return own
+def _check_values(name: str, options: Tree, section: str, declared: Tree) -> None:
+    limits = _LIMITS | (_OF_FLOWER if name in FLOWER else {})
+    for key in options.keys() & declared.keys():
+        hint: Any = declared[key]
+        if hint is not None and key in limits:  # in place of the limits that it has in Python
+            hint = Annotated[getattr(hint, "__origin__", hint), *limits[key]]
+        if hint is not None:
+            check(f"{section}.{key} of {name}", options[key], hint)
 
 
 def build_strategy(spec: Tree, section: str = "strategy", **defaults: object) -> Strategy:
@@ -215,20 +204,15 @@ def build_strategy(spec: Tree, section: str = "strategy", **defaults: object) ->
 def _built(cls: type[Strategy], name: str, options: Draft, section: str, defaults: Draft) -> Strategy:
     of_flower = FLOWER.get(name)
     defaults |= of_flower.defaults if of_flower else {}
-    known, limits = arguments(cls), _LIMITS | (_OF_FLOWER if of_flower else {})
     positional: list[Strategy] = []
     if _takes_base(cls):
         base = options.pop("base", {"name": "FedAvg"})
         if not isinstance(base, Mapping):
             raise SettingsError(f"{section}.base is {base!r}; expected a strategy, for instance {{name: FedAvg}}")
         positional.append(build_strategy(base, f"{section}.base", **defaults))
-    for key in options:
-        # The constructor of a rule checks the others itself.
-        declared: Any = known[key].annotation
-        if declared is not None and (key in limits or not issubclass(cls, strategies.Rule)):
-            if key in limits:  # in place of the limits that it has in Python
-                declared = Annotated[getattr(declared, "__origin__", declared), *limits[key]]
-            check(f"{section}.{key} of {name}", options[key], declared)
+    known = arguments(cls)
+    if named.is_name(name):
+        _check_values(name, options, section, {key: parameter.annotation for key, parameter in known.items()})
     options = {key: value for key, value in defaults.items() if key in known} | options
     try:
         made = cls(*positional, **options)
@@ -271,4 +255,4 @@ def in_words(name: str) -> str:
 
 
 def _lines(place: str) -> list[str]:
-    return named.docstring(place).split("\n")
+    return sources.docstring(place).split("\n")

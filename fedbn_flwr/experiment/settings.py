@@ -24,12 +24,13 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from fedbn_flwr import sources
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.kinds import KINDS, Options, OwnOptions
 from fedbn_flwr.data.schema import Positive, Problem, Section, Several, expects, setting
 from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import SettingsError, did_you_mean, few
-from fedbn_flwr.models import MODELS
+from fedbn_flwr.models import MODELS, arguments_of, check_options
 from fedbn_flwr.named import check_name, is_name
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.results.metric_key import UNSEEN, NewcomerStatistics
@@ -91,6 +92,11 @@ def _augmentation(part: str | Tree) -> str | Tree:
     if not is_name(name_in(part)) and part not in AUGMENTATIONS:
         hint = did_you_mean(name_in(part), AUGMENTATIONS)
         raise ValueError(f"{name_in(part)!r} is not an augmentation; {hint}, or module:callable for your own")
+    return part
+
+
+def _optimizer(part: str | Tree) -> str | Tree:
+    check_name("train.optimizer", name_in(part).lower(), sources.optimizers(), "an optimiser")
     return part
 
 
@@ -216,6 +222,11 @@ class Model(Section):
         "strides; `auto`, small for images of up to 64 pixels",
     )
 
+    def problems(self) -> Iterator[Problem]:
+        if self.name in MODELS:
+            check_options(self.name, self.options, arguments_of(self.name))
+        yield False, ""
+
 
 MILESTONES = (0.5, 0.75)
 
@@ -275,7 +286,7 @@ def _both_are_given(own: ClientTrain | Train) -> Problem:
 
 class Train(Section):
     lr: float = setting(0.1, "learning rate", gt=0)
-    optimizer: PartSpec = setting(
+    optimizer: Annotated[PartSpec, AfterValidator(_optimizer)] = setting(
         "sgd",
         "`sgd`, `adam`, `adamw`, the name of another class of `torch.optim`, or `module:callable`; with "
         "options `{name: adamw, betas: [0.9, 0.95]}` ([Training](training.md#optimisers))",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fedbn_flwr.named import docstring
+from collections.abc import Collection
+
+from fedbn_flwr import sources
+from fedbn_flwr.errors import SettingsError, did_you_mean
 
 # The functions and classes of the networks. Each takes num_classes, and in_channels, image_size and stem if it uses
 # them. One with input_shape takes inputs of any shape; all others take images. They draw the weights from torch's
@@ -30,5 +33,22 @@ MODELS = {
 
 def describe_models() -> dict[str, str]:
     """Each model and the first line of its docstring."""
-    lines = {name: docstring(f"{__name__}.{place}").split("\n")[0] for name, place in MODELS.items()}
+    lines = {name: sources.docstring(f"{__name__}.{place}").split("\n")[0] for name, place in MODELS.items()}
     return lines | {"MODULE:CALLABLE": "a network of your own: a function of num_classes that returns a torch module"}
+
+
+_OF_DATA = ("num_classes", "num_outputs", "in_channels", "image_size", "input_shape", "num_tokens", "stem")
+
+
+def check_options(name: str, options: Collection[str], arguments: Collection[str]) -> None:
+    """Raise SettingsError for an option that the network does not have."""
+    known = [key for key in arguments if key not in _OF_DATA]
+    for key in options:
+        if key not in arguments:
+            hint = did_you_mean(key, known) if known else "it has no arguments but those that follow from the data"
+            raise SettingsError(f"model.options.{key} is not an argument of the network {name!r}; {hint}")
+
+
+def arguments_of(name: str) -> Collection[str]:
+    """The arguments of a network in `MODELS`."""
+    return sources.arguments(f"{__name__}.{MODELS[name]}")

@@ -12,13 +12,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import SettingsError, did_you_mean, log_once
+from fedbn_flwr.errors import SettingsError, log_once
 from fedbn_flwr.named import accepted, check_name, in_a_line, is_name, load, path_of, signature_of
 from fedbn_flwr.norms.convert import NormOptions, convert_norm, own_module
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.trees import Tree
 
-from . import MODELS
+from . import MODELS, check_options
 from .tensors import check_tensors
 from .vision import Stem
 
@@ -86,7 +86,9 @@ def _network(name: str, num_classes: int, of_inputs: Tree, stem: str, arguments:
     given = accepted(make, {**of_inputs, **({"num_outputs": num_classes} if own else {"stem": stem})})
     if not own:
         _check_inputs(name, of_inputs, given)
-    _check_arguments(name, make, arguments)
+    signature = signature_of(make)
+    if signature is not None and not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        check_options(name, arguments, signature.parameters)
     if stem != "auto" and "stem" not in given:
         choice = ", ".join(key for key in MODELS if accepted(_shipped(key), {"stem": stem}))
         raise SettingsError(f"model.stem is {stem!r}, but {name!r} has only one stem; models with a choice: {choice}")
@@ -115,21 +117,6 @@ def _check_inputs(name: str, of_inputs: Tree, given: Tree) -> None:
             f"model.name={name!r} takes images, [channels, height, width], but these inputs have the shape "
             f"{[*of_inputs['input_shape']]}; use mlp, for series [channels, time] cnn1d, or module:callable"
         )
-
-
-_OF_DATA = ("num_classes", "num_outputs", "in_channels", "image_size", "input_shape", "num_tokens", "stem")
-
-
-def _check_arguments(name: str, make: Callable[..., nn.Module], arguments: Tree) -> None:
-    """Raise SettingsError for an argument that the network does not have."""
-    signature = signature_of(make)
-    if signature is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        return  # the network takes any argument
-    known = [key for key in signature.parameters if key not in _OF_DATA]
-    for key in arguments:
-        if key not in signature.parameters:
-            hint = did_you_mean(key, known) if known else "it has no arguments but those that follow from the data"
-            raise SettingsError(f"model.options.{key} is not an argument of the network {name!r}; {hint}")
 
 
 # --- pretrained weights ---

@@ -9,13 +9,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 
 import flwr.serverapp.strategy
 import pytest
 
+from fedbn_flwr import sources
+from fedbn_flwr.client import optimizers
 from fedbn_flwr.commands import cli
 from fedbn_flwr.experiment import registry
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
+from fedbn_flwr.models import MODELS, arguments_of
 from tests.support.command import FEDBN, ROOT, environment, python
 from tests.support.runs import write_run
 
@@ -44,8 +48,8 @@ QUICK = str(ROOT / "apps" / "experiments" / "quick.yaml")
         (["data.partition={kind: classes, classes_per_client: 1}"], ["to no client", "classes"]),
         (["data.partition={kind: sharks}"], ["sharks", "did you mean 'shards'"]),
         (["strategy.freeze_round=4"], ["freeze_round is 4", "3 rounds"]),
-        (["strategy.freeze_round=1.5"], ["freeze_round is 1.5", "0.0 to 1.0"]),
-        (["strategy.freeze_round=-1"], ["freeze_round is -1"]),
+        (["strategy.freeze_round=1.5"], ["strategy.freeze_round of FixBN is 1.5", "0.0 to 1.0"]),
+        (["strategy.freeze_round=-1"], ["strategy.freeze_round of FixBN is -1"]),
         (["strategy.freeze_rond=1"], ["freeze_rond", "'freeze_round'"]),
         (["strategy.freeze_round={window:3,below:0.05}"], ["a blank after a colon: window: 3"]),
         (["strategy={name: FedAvgg}"], ["FedAvgg", "'FedAvg'"]),
@@ -242,7 +246,18 @@ def test_the_arguments_of_every_strategy_are_described(capsys: pytest.CaptureFix
 
 def test_the_arguments_of_a_strategy_by_its_source_are_those_of_its_class() -> None:
     for name in STRATEGIES:
-        assert {*registry._keywords(name)} - registry._NOT_IN_FILES == registry.arguments(class_of(name)).keys()
+        imported = {key: argument.annotation for key, argument in registry.arguments(class_of(name)).items()}
+        by_source = sources.arguments(registry._PLACES[name])
+        assert {key: by_source[key] for key in by_source.keys() - registry._NOT_IN_FILES} == imported
+
+
+def test_the_arguments_of_a_network_by_its_source_are_those_of_its_signature() -> None:
+    for name, place in MODELS.items():
+        assert [*arguments_of(name)] == [*inspect.signature(resolve_name(f"fedbn_flwr.models.{place}")).parameters]
+
+
+def test_the_optimizers_by_pytorch_s_source_are_those_that_it_has() -> None:
+    assert {*sources.optimizers()} == {*optimizers._optimizers()}
 
 
 WITHOUT_TORCH = """
@@ -274,6 +289,10 @@ run quick model.name=resnet21
 run quick model.norm=x
 run quick strategy=FedAvgg
 run quick strategy.freeze_roud=3
+run quick strategy.freeze_round=-3
+run quick strategy=FedAvg strategy.fraction_train=7
+run quick model.options.foo=1
+run quick train.optimizer=foo
 run quick data.partition=x
 run quick data.name=digit
 run quick data.name=./nothing

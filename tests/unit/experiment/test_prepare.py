@@ -172,14 +172,14 @@ def refused(text: str) -> str:
         ("{rounds: 3, strategy: {name: FixBN, freeze_round: 4}}", ["freeze_round is 4, but there are 3 rounds"]),
         ("{strategy: FixBN, model: {norm: gn}}", ["FixBN freezes batch norm, and no array of the model is"]),
         ("strategy: {name: FixBN, base: [FedAvg]}", ["strategy.base is ['FedAvg']", "{name: FedAvg}"]),
-        ("strategy: {name: FixBN, freeze_round: -1}", ["strategy: freeze_round is -1; expected a round"]),
+        ("strategy: {name: FixBN, freeze_round: -1}", ["strategy.freeze_round of FixBN is -1; expected a round"]),
         (
             "strategy: {name: FixBN, base: {name: Fedprox}}",
             ["strategy.base.name='Fedprox' is not a strategy; did you mean 'FedPr"],
         ),
         (
             "strategy: {name: FixBN, base: {name: FixBN, base: {name: FedProx, proximal_mu: -1}}}",
-            ["strategy.base.base: proximal_mu is -1; expected a number >= 0"],
+            ["strategy.base.base.proximal_mu of FedProx is -1; expected a number >= 0"],
         ),
         ("strategy: {name: FixBN, base: {name: FedAvg, x: 1}}", ["strategy.base.x (= 1) is not an argument of FedAvg"]),
         ("strategy: {name: FixBN, base: {name: FedAvg, 3: 4}}", ["strategy.base.3 (= 4) is not an argument of FedAvg"]),

@@ -88,6 +88,11 @@ def test_an_unknown_key_is_answered_by_its_section_alone(text: str, end: str) ->
         ("rounds: -1", ["rounds is -1: expected at least 0"]),
         ("seed: -1", ["seed is -1"]),
         ("train: {lr: fast}", ["train.lr is 'fast': expected a number"]),
+        ("train: {optimizer: adan}", ["train.optimizer='adan' is not an optimiser; did you mean 'adam'"]),
+        (
+            "model: {name: mlp, options: {hiden: 3}}",
+            ["model.options.hiden is not an argument", "did you mean 'hidden'"],
+        ),
         ("train: {lr: 0}", ["train.lr is 0: expected a number above 0"]),
         ("train: {momentum: 1.0}", ["train.momentum is 1.0: expected a number below 1"]),
         ("train: 3", ["train is 3"]),

@@ -87,7 +87,6 @@ BN = "model: {name: cnn}\nclients: 2\n"
             "{strategy: {name: FixBN, base: {name: GlobalMomentum}}}",
             r"train.momentum is 0.0, but strategy FixBN\(GlobalMomentum.* averages the momentum of SGD",
         ),
-        ("train: {optimizer: adan}", "train.optimizer is 'adan'; did you mean 'adam'"),
         ("train: {optimizer: Muon}", "train.optimizer Muon"),
         (
             "train: {optimizer: adam, momentum: 0.9}",
