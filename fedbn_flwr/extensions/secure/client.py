@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 
+from fedbn_flwr.client.node_state import partition_metric
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, squared_distance
@@ -182,7 +183,8 @@ def answer(content: RecordDict, context: Context) -> RecordDict:
         raise MessageError(f"{STAGE} is {stage!r}; expected keys, shares or unmask")
     (arrays,) = map(unpack, arrays_in(content).values())
     rows = stages[str(stage)](config, arrays, context)
-    return RecordDict({"secure": pack({"secure": np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)})})
+    answer = pack({"secure": np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), -1)})
+    return RecordDict({"secure": answer, "metrics": MetricRecord(partition_metric(context))})
 
 
 def _begin(config: Config, arrays: Arrays, context: Context) -> list[bytes]:

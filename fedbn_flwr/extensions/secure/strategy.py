@@ -19,24 +19,24 @@ them. The masks hide which client is at fault.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
 import numpy as np
 from annotated_types import Ge, Gt, Le, Lt
-from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 
 from fedbn_flwr.errors import LOG, RoundSkipped, RunFailed, SettingsError
-from fedbn_flwr.internals import ErrorCode
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, squared_distance
 from fedbn_flwr.messages.arrays import config_of, configs_in, pack, unpack, variance_keys
 from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.limits import arrays_problem
-from fedbn_flwr.messages.reply import read_reply, reason_of, refusal, sent_model, with_config, with_content
+from fedbn_flwr.messages.reply import Reply, read_reply, reason_of, refusal, sent_model, with_config, with_content
+from fedbn_flwr.server.poll import Poll
 from fedbn_flwr.strategies import Round, Wrapper
 from fedbn_flwr.trees import Tree
 
@@ -190,6 +190,10 @@ class MaskedRound:
         self._what = f"round {config[protocol.ROUND]!r}"
         self._failed: list[Message] = []  # errors from nodes outside the session
         self.threshold = max(2, int(rule.threshold * len(nodes) + 1e-9) + 1)
+        if len(nodes) < self.threshold:
+            raise RunFailed(
+                f"{self._what}, secure aggregation: a sum of one client is its model; let more clients train"
+            )
         self._keys = self._ask("keys", nodes, {}, (1, 3 * KEY_BYTES))
         self.roster = sorted(self._keys)
         self._fixed = FixedPoint(len(self.roster), *rule.ranges, rule.base.weighted_by_key, rule.equal)
@@ -270,8 +274,13 @@ class MaskedRound:
                     usable.pop(node), f"its {odd} differs from most clients' (missing, or of another shape or dtype)"
                 )
             )
-        reasons = {_node_of(error): reason_of(error) for error in errors}
-        self._check_threshold("masked replies", len(usable), len(self._peers), reasons)
+        if len(usable) < self.threshold:
+            name = self.rule.base.roster.name
+            reasons = "".join(f"\n  - {name(_node_of(error))}: {reason_of(error)}" for error in errors)
+            raise RunFailed(
+                f"{self._what}, secure aggregation, masked replies: {len(usable)} of {len(self._peers)} clients sent a "
+                f"usable reply, {self.threshold} are needed to open a sum:{reasons or ' no reply'}"
+            )
         like = values[next(iter(usable))]
         total: Array = sum((to_vector(values[node]) for node in usable), np.zeros(1, np.uint64))
         self._unmask(total, list(usable))
@@ -316,39 +325,25 @@ class MaskedRound:
         """
         sent = RecordDict({"config": ConfigRecord({**self._config, client.STAGE: stage}), "secure": pack(arrays)})
         messages = [Message(RecordDict({**sent}), node, client.QUERY) for node in nodes]
-        answers: dict[int, Array] = {}
-        reasons = dict.fromkeys(nodes, f"it did not answer in {self.rule.timeout:g} s")
-        for reply in gate(self.grid.send_and_receive(messages, timeout=self.rule.timeout)):
-            node = _node_of(reply)
-            if reply.has_error():
-                reasons[node] = reason_of(reply)
-                continue
-            value = next(iter(client.values_in(reply.content).values()), np.zeros(0))
-            if value.dtype != np.uint8 or value.shape != shape:
-                reasons[node] = f"its answer is {value.dtype} of shape {value.shape}; expected bytes of shape {shape}"
-            elif stage == "keys" and not all(is_usable(key.tobytes()) for key in value.reshape(-1, KEY_BYTES)):
-                reasons[node] = "with one of its public keys no client can agree on a secret"
-            else:
-                answers[node] = value
-                del reasons[node]
-        self._check_threshold(f"stage {stage}", len(answers), len(nodes), reasons)
-        for node, reason in reasons.items():
-            LOG.warning("%s, secure aggregation, stage %s: without node %d: %s", self._what, stage, node, reason)
-            if stage != "unmask":
-                asked = Message(RecordDict(), node, client.QUERY)  # an error as if it were the node's
-                self._failed.append(Message(Error(ErrorCode.MOD_FAILED_PRECONDITION, reason), reply_to=asked))
-        return answers
+        poll = Poll(self.rule.base.roster, nodes, self.threshold)
+        what = f"{self._what}, secure aggregation, stage {stage}"
 
-    def _check_threshold(self, stage: str, answered: int, asked: int, reasons: Mapping[int, str]) -> None:
-        if answered >= self.threshold:
-            return
-        listed = "".join(f"\n  - node {node}: {reason}" for node, reason in reasons.items())
-        if stage == "stage keys" and listed:
-            listed += "\nonly clients served by fedbn_flwr.client_app can take part"
-        raise RunFailed(
-            f"{self._what}, secure aggregation, {stage}: {answered} of {asked} clients answered, {self.threshold} are "
-            f"needed to open a sum:{listed or ' all that were asked have answered; let more clients train'}"
-        )
+        def problem(reply: Reply) -> str | None:
+            value = _bytes_in(reply)
+            if value.dtype != np.uint8 or value.shape != shape:
+                return f"its answer is {value.dtype} of shape {value.shape}; expected bytes of shape {shape}"
+            keys = value.reshape(-1, KEY_BYTES) if stage == "keys" else ()
+            is_right = all(is_usable(key.tobytes()) for key in keys)
+            return None if is_right else "with one of its public keys no client can agree on a secret"
+
+        replies = poll.ask(self.grid, what, messages, self.rule.timeout, problem, name="secure")
+        if stage != "unmask":
+            self._failed += poll.refused
+        return {_node_of(reply.message): _bytes_in(reply) for reply in replies}
+
+
+def _bytes_in(reply: Reply) -> Array:
+    return next(iter(reply.arrays.values()), np.zeros(0))
 
 
 def _node_of(reply: Message) -> int:

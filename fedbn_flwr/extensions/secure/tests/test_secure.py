@@ -320,12 +320,12 @@ def test_after_a_loss_of_control_variates_all_begin_at_zero(federation: Federati
 @pytest.mark.parametrize(
     ("stage", "says"),
     [
-        ("keys", r"round 1, secure aggregation, stage keys: 2 of 5 clients answered, 3 are needed"),
-        ("shares", r"round 1, secure aggregation, stage shares: 2 of 5 clients answered, 3 are needed"),
-        ("train", r"round 1, secure aggregation, masked replies: 2 of 5 clients answered, 3 are needed"),
+        ("keys", r"round 1, secure aggregation, stage keys: 2 of 5 clients sent a usable reply, 3 are needed"),
+        ("shares", r"round 1, secure aggregation, stage shares: 2 of 5 clients sent a usable reply, 3 are needed"),
+        ("train", r"round 1, secure aggregation, masked replies: 2 of 5 clients sent a usable reply, 3 are needed"),
         (
             "unmask",
-            r"round 1, secure aggregation, stage unmask: 2 of 5 clients answered, 3 are needed.*\n.*node 2: it did",
+            r"round 1, secure aggregation, stage unmask: 2 of 5 clients .*, 3 are needed:\n.*did not answer in time",
         ),
     ],
 )
@@ -337,9 +337,7 @@ def test_below_the_threshold_the_run_fails_by_name(federation: Federations, stag
 
 def test_a_sum_of_one_client_has_a_reason_of_its_own(federation: Federations) -> None:
     single = FedAvg(min_train_nodes=1, min_available_nodes=1, **NO_EVALUATION)
-    says = (
-        "stage keys: 1 of 1 clients answered, 2 are needed to open a sum: all that were asked have answered; let more"
-    )
+    says = "round 1, secure aggregation: a sum of one client is its model; let more clients train"
     with pytest.raises(RunFailed, match=says):
         last_model(double(federation, (6,)), Secure(single), 1)
 
@@ -354,7 +352,7 @@ def test_a_client_out_of_range_or_diverged_drops_out_by_name(
     fed = double(federation, (6, 8, 10, 4))
     fed.data[1].batches = [(factor * images, labels) for images, labels in fed.data[1].batches]
     masked = last_model(fed, Secure(FedAvg(**NO_EVALUATION)), 1)
-    assert re.search(f"client 1 could not train: MessageError: {reason}", flower_log.text)
+    assert re.search(rf"left out client 1 \(node 2\): could not train: MessageError: {reason}", flower_log.text)
     twin = last_model(fed, FedAvg(**NO_EVALUATION), 1, losing(fed.grid(), {2}, at_stage("train")))
     assert distance(masked, twin) < 5e-8
 
