@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.commands import cli
 from fedbn_flwr.errors import FedbnError, RunFailed, SettingsError, UserError
+from fedbn_flwr.experiment import node
+from fedbn_flwr.experiment.data import forget_data
 from fedbn_flwr.experiment.file.layers import parse_yaml, read_experiment
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
@@ -287,8 +289,52 @@ class Leaves(ClientApp):
         configs = message.content.config_records.values()
         server_round = next((config["server-round"] for config in configs if "server-round" in config), 0)
         if context.node_config["partition-id"] == 2 and server_round in self.gone:
-            raise ConnectionError("the site is gone")
+            self.leave()
         return self.app(message, context)
+
+    def leave(self) -> None:
+        raise ConnectionError("the site is gone")
+
+
+Rows = list[dict[str, Any]]
+
+
+class Changes(Leaves):
+    """The app of a site whose table changes; a SuperNode starts a process for each message, which reads it anew."""
+
+    def __init__(self, gone: Sequence[int], file: Path, change: Callable[[Rows], Rows]) -> None:
+        super().__init__(gone)
+        self.file, self.change = file, change
+
+    def leave(self) -> None:
+        with self.file.open(newline="") as stream:
+            rows = self.change([*csv.DictReader(stream)])
+        write_csv(self.file, rows)
+        forget_data()
+        node._clients.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "leaves"),
+    [
+        (lambda rows: [{"height": 1, **dict(reversed(row.items()))} for row in rows], False),
+        (lambda rows: [{key: row[key] for key in row if key != "pressure"} for row in rows], True),
+        (lambda rows: [row | {"sex": "x"} for row in rows], True),
+        (lambda rows: [row | {"age": 1e6} for row in rows], True),
+    ],
+    ids=["other columns, in another order", "a column less", "a new category", "another unit"],
+)
+def test_a_site_whose_table_changes_in_a_run_is_as_before_or_left_out(
+    change: Callable[[Rows], Rows], leaves: bool, tables: list[Path], tmp_path: Path
+) -> None:
+    models = []
+    for app in (Leaves((2, 3) if leaves else ()), Changes((2, 3), tables[2] / "train.csv", change)):
+        out = tmp_path / type(app).__name__
+        run_config = {"experiment": json.dumps(TABLE | {"rounds": 3}), "out": str(out)}
+        configs = [{"data-path": str(folder)} for folder in tables]
+        serve(LocalGrid(app, 3, run_config=run_config, node_config=configs), run_config)
+        models.append((out / "FedAvg" / "model.safetensors").read_bytes())
+    assert models[0] == models[1]
 
 
 @pytest.mark.parametrize(
