@@ -221,8 +221,9 @@ class Deployment:
         return re.sub(rf"(?<![\w./:-])({targets})(?![\w.-])", lambda m: str(mounts[m[1]]), text)
 
     def environment(self, given: Mapping[str, str], home: Path) -> dict[str, str]:
-        """A container's environment: none of the caller's variables, except for the Python that runs the tests."""
-        environment = {
+        """A container's environment: none of the caller's variables, but for Python and the processor of the tests."""
+        processor = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # other instructions would give other bits
+        environment = {key: os.environ[key] for key in processor if key in os.environ} | {
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
             "HOME": str(home),
             "PYTHONUNBUFFERED": "1",
