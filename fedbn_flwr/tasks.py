@@ -7,6 +7,7 @@ and all reports follow it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -18,10 +19,12 @@ SHARES = ("accuracy", "balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou"
 METRICS = (*SHARES, "rmse", "mae", "r2")
 
 _RANGES = {
-    **dict.fromkeys(SHARES, (0.0, 1 + 1e-6)),  # a mean of float32 may be above 1
-    **dict.fromkeys(("rmse", "mae"), (0.0, math.inf)),
-    "r2": (-math.inf, 1 + 1e-6),
+    **dict.fromkeys(SHARES, (0, 1)),
+    **dict.fromkeys(("rmse", "mae"), (0, math.inf)),
+    "r2": (-math.inf, 1),
+    **dict.fromkeys(("loss", "train_loss"), (-math.inf, math.inf)),
 }
+_OF_TEST_SET = re.compile("^(own|validation)(@[^-]*)?[-_]")
 
 _TITLES = {"macro_f1": "macro F1", "auc": "AUC", "mean_iou": "mean IoU", "rmse": "RMSE", "mae": "MAE", "r2": "R²"}
 
@@ -42,10 +45,12 @@ def is_lower_better(key: str) -> bool:
     return not _LOWER.isdisjoint(key.split("_"))
 
 
-def impossible(name: str, value: float) -> str:
-    """Why a metric of this library cannot have this value; empty if it can."""
-    low, high = _RANGES.get(name, (-math.inf, math.inf))
-    return "" if low <= value <= high else f"its {title_of(name)} is {value:g}; expected {low:g} to {high:.3g}"
+def range_of(key: str) -> tuple[float, float] | None:
+    """The range of a metric in a reply, which may be about a test set: `accuracy`, `own-accuracy`, `own@sea-accuracy`.
+
+    None if it is not a metric of this library, and may have any form.
+    """
+    return _RANGES.get(_OF_TEST_SET.sub("", key).replace("-", "_"))
 
 
 def goodness(key: str, value: float) -> float:

@@ -4,7 +4,8 @@ Clients run on other people's machines, so a reply may contain anything. The gat
 becomes an error reply with the reason. It reads each array once and keeps it in memory. Behind the gate
 
 - arrays are NumPy arrays of numbers with the declared dtype and shape,
-- metrics are finite numbers or lists of them, and numbers of examples are between 0 and 2**31,
+- metrics are finite numbers or lists of them. Those of this library are one number in its range: an accuracy between 0
+  and 1, a number of examples between 0 and 2**31,
 - a partition is a whole number, zero or more.
 
 Checks that need the model or the round (`limits.form_problem`, `Rule.problem`) come later, and last the comparisons:
@@ -13,6 +14,7 @@ where the server cannot know what to expect, the majority of the clients decides
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from statistics import median
@@ -23,7 +25,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.norms.roles import Role, of_roles
-from fedbn_flwr.tasks import SHARES
+from fedbn_flwr.tasks import range_of
 
 from . import protocol
 from .arrays import Array, Arrays, record_of
@@ -36,9 +38,9 @@ _LARGEST_INTEGER = 2**63  # the files of a run have 64 bits, and -2**63 has no p
 _MOST_METRICS, _LONGEST_NAME = 1000, 1000  # each metric is in every line of a run's files, and a column of its tables
 _MANY = 10_000_000  # examples
 _MOST_BYTES = 1 << 18  # in names and numbers: enough for 1,000 metrics, or a list with numbers of 30,000 classes
-# The last words of the names of counts and of metrics between 0 and 1; the name of a test set may come before them.
+# The last words of the names of counts; the name of a test set may come before them.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES)
-_SHARES = frozenset(name.rpartition("_")[2] for name in SHARES)
+_ROUNDING = 1e-6  # a mean of float32 may be above 1
 
 
 class Gated(list[Message]):
@@ -97,14 +99,14 @@ def _check_metrics(metrics: MetricRecord) -> None:
         if key in (protocol.PARTITION, protocol.STATE_ROUND):
             _check_whole(key, value)
             continue
-        is_count, expected = metric_name(key).endswith(_COUNTS), "a finite number (the client diverged?)"
-        numbers: Any = [value]
-        if is_count:
-            expected = "a number from 0 to 2**31"
-        elif isinstance(value, list) and key != protocol.TRAIN_LOSS:
-            numbers, expected = value, "finite numbers"
-        if not all(map(_is_number, numbers)) or (is_count and not 0 <= numbers[0] <= MOST_EXAMPLES):
-            raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected {expected}")
+        limits = (0, MOST_EXAMPLES) if metric_name(key).endswith(_COUNTS) else range_of(key)
+        numbers: Any = value if isinstance(value, list) and limits is None else [value]
+        low, high = limits or (-math.inf, math.inf)
+        found = f"its metric {shown(key)} is {shown(value)}"
+        if not all(map(_is_number, numbers)):
+            raise MessageError(f"{found}; expected a finite number (the client diverged?)")
+        if not all(low <= number <= high + _ROUNDING for number in numbers):
+            raise MessageError(f"{found}; expected {low:g} to {high}")
 
 
 def _is_number(value: object) -> bool:
@@ -121,46 +123,19 @@ def _check_whole(key: str, value: object) -> None:
 # --- what only a comparison with the other replies shows ---
 
 
-def metric_problems(replies: Mapping[int, Reply]) -> dict[int, str]:
-    """The problems of replies that report a metric in another form than most clients, by node.
+def count_problems(replies: Mapping[int, Reply]) -> dict[int, str]:
+    """The problems of replies with an absurd number of examples, by node.
 
-    A form is one number, a list of numbers, or one number out of range. The last is fine if most clients report it,
-    since some ClientApps report percentages, or equal weights as numbers of examples. An absurd number of examples is a
-    problem too: above ten million, and more than 1,000 times the median of at least two others.
+    Such a number is above ten million, and more than 1,000 times the median of at least two others.
     """
     problems: dict[int, str] = {}
-    metrics = {
-        node: {metric_name(key): value for key, value in reply.metrics.items()} for node, reply in replies.items()
-    }
-    for key in dict.fromkeys(key for own in metrics.values() for key in own):
-        forms = {node: _form_of_metric(key, own) for node, own in metrics.items() if key in own}
-        counts = Counter(forms.values())
-        most = min(counts, key=lambda form: (-counts[form], form))  # if two forms are equally frequent, one number
-        problems |= {
-            node: f"its metric {shown(key)} is {shown(metrics[node][key])}; other clients report {most[1]}"
-            for node, form in forms.items()
-            if form != most and (form[0], most[0]) != (0, 1)  # a percentage may be below 1
-        }
-        large = {node: metrics[node][key] for node in forms if forms[node] == most} if key.endswith(_COUNTS) else {}
-        for node, count in large.items():
-            if count > _MANY and len(large) > 2:
-                middle = median(large[other] for other in large if other != node)
-                if count > MOST_TIMES * middle:
-                    problems[node] = (
-                        f"its metric {shown(key)} is {shown(count)}; the median of the others is {middle:g}"
-                    )
+    given = [(node, metric_name(key), value) for node, reply in replies.items() for key, value in reply.metrics.items()]
+    for node, key, count in given:
+        if key.endswith(_COUNTS) and count > _MANY:
+            others = [number for other, name, number in given if name == key and other != node]
+            if len(others) > 1 and count > MOST_TIMES * (middle := median(others)):
+                problems[node] = f"its metric {shown(key)} is {shown(count)}; the median of the others is {middle:g}"
     return problems
-
-
-def _form_of_metric(key: str, metrics: protocol.Config) -> tuple[int, str]:
-    value, examples = metrics[key], metrics.get(protocol.NUM_EXAMPLES)
-    if isinstance(value, list):
-        return 2, "a list of numbers"
-    if key.rpartition("-")[2] in _SHARES and not 0 <= value <= 1 + 1e-6:  # a mean of float32 may be above 1
-        return 1, "a number outside 0 to 1"
-    if key == protocol.BATCH_EXAMPLES and examples is not None and value > examples:
-        return 1, f"above its {protocol.NUM_EXAMPLES!r}"
-    return 0, "one number from 0 to 1" if key.rpartition("-")[2] in _SHARES else "one number"
 
 
 def record_problems(replies: Mapping[int, Reply], name: str, model: Arrays) -> dict[int, str]:

@@ -19,7 +19,7 @@ from fedbn_flwr.errors import RunFailed, SettingsError, few
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.arrays import unpack
-from fedbn_flwr.messages.gate import form_problems, metric_problems, record_problems
+from fedbn_flwr.messages.gate import count_problems, form_problems, record_problems
 from fedbn_flwr.messages.limits import initial_problem, size_problem, values_problems
 from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.norms.roles import Role, roles, split
@@ -139,11 +139,11 @@ class Base(Hooks):
     def compare(self, replies: Mapping[int, Reply], sent: Arrays, records: Iterable[str]) -> dict[int, str]:
         """The problems that only a comparison with the other replies shows, by node; `records` names the round's.
 
-        They are metrics of another form, statistics outside of the bounds, and records of another form.
+        They are absurd numbers of examples, statistics outside of the bounds, and records of another form.
         """
         first: Arrays = next((reply.arrays for reply in replies.values()), {})
         statistics = [key for key, role in roles(first).items() if role is Role.STATISTICS]
-        problems = metric_problems(replies) | self.outliers(replies, statistics)
+        problems = count_problems(replies) | self.outliers(replies, statistics)
         for name in records:
             problems |= record_problems(replies, name, sent)
         return problems
@@ -248,7 +248,7 @@ class Base(Hooks):
         if self.needs_weights:
             poll.check(lambda reply: number_problem(reply.metrics, key))
         poll.check(poll.impossible)
-        poll.leave_out(metric_problems(poll.usable))
+        poll.leave_out(count_problems(poll.usable))
         return self.mean_evaluation(server_round, poll.close(f"round {server_round}, evaluation"), key)
 
     def mean_evaluation(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.errors import LOG, Diverged, MessageError, RunFailed, by_reason, log_once
 from fedbn_flwr.messages.arrays import Arrays, unpack
-from fedbn_flwr.messages.gate import gate, metric_problems
+from fedbn_flwr.messages.gate import count_problems, gate
 from fedbn_flwr.messages.limits import large_value
 from fedbn_flwr.messages.quote import one_line
 from fedbn_flwr.messages.reply import Reply, has_mean, metric_name, partition_of, read_reply, reason_of, refusal
@@ -97,12 +97,12 @@ class Poll:
     ) -> list[Reply]:
         """Send the questions, and return the answers to use; `what` names them in messages.
 
-        `problem` judges single answers, and `compare` the rest of them, as their metrics are; see `read_reply` for
-        `name` and `records`.
+        `problem` judges single answers, and `compare` the rest of them, as their numbers of examples are; see
+        `read_reply` for `name` and `records`.
         """
         self.read(grid.send_and_receive(questions, timeout=timeout), name, records)
         self.check(problem)
-        for found in (metric_problems, *compare):
+        for found in (count_problems, *compare):
             self.leave_out(found(self.usable))
         return self.close(what)
 

@@ -171,4 +171,4 @@ def test_a_batch_that_exceeds_its_data_set_does_not_count() -> None:
 
 def test_a_cohort_without_weight_ends_the_run() -> None:
     with pytest.raises(RunFailed, match=r"exchange 1: the sum of the weights of all 1 clients \(num-examples\) is 0"):
-        run({7: [mean(1.0, partition=0, examples=0)]})
+        FedTAN().bound_weights("round 3, exchange 1", [0.0])

@@ -17,7 +17,7 @@ from fedbn_flwr import LocalGrid
 from fedbn_flwr.client.app import ClientFailed
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.messages.arrays import pack, unpack
-from fedbn_flwr.messages.gate import gate, metric_problems
+from fedbn_flwr.messages.gate import gate
 from fedbn_flwr.messages.quote import one_line
 from fedbn_flwr.messages.reply import Reply
 from fedbn_flwr.norms.roles import roles
@@ -147,27 +147,10 @@ def test_a_message_with_neither_content_nor_error_is_refused() -> None:
     assert reasons([reply(), empty]) == [None, "it has neither content nor an error"]
 
 
-def odd(*metrics: dict[str, Any]) -> list[bool]:
-    replies = [Reply({}, {"num-examples": 8, **each}, {}, reply()) for each in metrics]
-    found = metric_problems(dict(enumerate(replies)))
-    return [node in found for node in range(len(metrics))]
-
-
-def test_a_metric_has_the_form_that_most_replies_have() -> None:
-    one, other = {"score": 1.0}, {"score": [1.0, 2.0]}
-    assert odd(one, other, one) == [False, True, False]
-    assert odd(other, other, one) == [False, False, True]
-    assert odd(other, one) == [True, False], "of two, the number counts"
-    assert odd(other, {}) == [False, False], "a metric may be missing"
-    assert not any(odd(*({"losses": [0.5] * steps} for steps in (2, 2, 3, 3, 9)))), (
-        "clients have other numbers of steps"
-    )
-
-
 def test_metrics_that_the_files_name_alike_are_checked_alike() -> None:
-    assert odd({"own_accuracy": 7.0}, {"own-accuracy": 0.5}, {"own-accuracy": 0.25}) == [True, False, False]
-    assert reasons([reply(**{"validation-num_examples": -8})]) == [
-        "its metric 'validation-num_examples' is -8, expected a number from 0 to 2**31"
+    assert reasons([reply(own_accuracy=7.0), reply(**{"validation-num_examples": -8})]) == [
+        "its metric 'own_accuracy' is 7.0; expected 0 to 1",
+        "its metric 'validation-num_examples' is -8; expected 0 to 2147483648",
     ]
 
 
@@ -191,20 +174,15 @@ def test_a_reply_has_a_limited_number_of_metrics_with_short_names_and_a_limited_
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "refused"),
-    [
-        ("own-accuracy", (0.5, 7.0, 0.25), [False, True, False]),
-        ("own-accuracy", (0.5, -0.1, 1.0), [False, True, False]),
-        ("own-accuracy", (0.5, 70.0), [False, True]),
-        ("own-accuracy", (50.0, 70.0, 0.9), [False, False, False]),  # most report percentages
-        ("batch-examples", (4, 9, 8), [False, True, False]),  # of a data set of eight
-        ("batch-examples", (9, 9, 10), [False, False, False]),  # equal weights as numbers of examples
-    ],
+    "key", ["accuracy", "own-accuracy", "own@north_sea-macro_f1", "validation-r2", "validation_auc"]
 )
-def test_a_value_that_is_impossible_is_refused_unless_most_report_such(
-    key: str, values: tuple[float, ...], refused: list[bool]
-) -> None:
-    assert odd(*({key: value} for value in values)) == refused
+def test_a_metric_of_this_library_has_its_range(key: str) -> None:
+    beyond = 70.0 if key.endswith("r2") else -0.1
+    found = reasons([reply(**{key: value}) for value in (beyond, [0.5], 1 + 1e-7, 0.25)])
+    assert [reason is None for reason in found] == [False, False, True, True]
+    assert str(found[0]).startswith(f"its metric {key!r} is {beyond}; expected ")
+    others = ("my-accuracy", "own-neg_mae", "own@north_sea-neg_mae")
+    assert not any(reasons([reply(**dict.fromkeys(others, value)) for value in (-0.1, 70.0)])), "a user's function"
 
 
 def test_the_keys_of_replies_do_not_stay_in_memory() -> None:
