@@ -13,7 +13,7 @@ ways, all with the same results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -24,7 +24,16 @@ from torch.optim import SGD
 
 from fedbn_flwr.client.rule import ClientRule, Gradient
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.carriers import ByMessages, Carrier, Cohort, ExchangesDone, Service, run_exchanges, service
+from fedbn_flwr.exchange.carriers import (
+    ByMessages,
+    Carrier,
+    Cohort,
+    Exchanges,
+    ExchangesDone,
+    MakeExchanges,
+    run_exchanges,
+    service,
+)
 from fedbn_flwr.exchange.codec import TIME_LIMIT, Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, exchanged_layers
 from fedbn_flwr.messages import protocol
@@ -85,8 +94,8 @@ class FedTAN(FedAvg):
         self.traits |= Traits(min_batch=min_batch, steps=frozenset({"linear"} if self.backward else ()))
         self.exchange, self.weights_by = exchange, weights
         self.exchange_timeout, self.direct = exchange_timeout, direct
-        self.service = service() if direct else None
-        self._running: Service | None = None
+        self.service: MakeExchanges = service() if direct else ByMessages
+        self._running: Exchanges | None = None
 
     def begin(self, num_rounds: int, arrays: ArrayRecord) -> None:
         super().begin(num_rounds, arrays)
@@ -110,30 +119,13 @@ class FedTAN(FedAvg):
             return messages
         timeout = min(self.exchange_timeout, self.reply_timeout)
         cohort = Cohort(round.grid, messages, timeout, self.reply_timeout, self.roster.name)
-        if self.service is not None:
-            self._running = self.service(cohort, partial(self.run_exchanges, round))
-            return self._running.messages
-        carrier = ByMessages(cohort)
-        return carrier.train_messages(self.run_exchanges(round, carrier))
+        self._running = self.service(cohort, partial(self.run_exchanges, round))
+        return self._running.messages
 
     def run_exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
         """Run all exchanges of a round. A client without a usable contribution is left out of the rest of the round."""
-
-        def admit(
-            what: str, contributions: Mapping[int, Contribution], problems: Sequence[tuple[int, str]]
-        ) -> Sequence[int]:
-            partitions = {node: contribution.partition for node, contribution in contributions.items()}
-            self.training.admit(what, partitions, problems)
-            return self.training.left
-
-        return run_exchanges(
-            carrier,
-            f"round {round.number}",
-            self.training.left,
-            admit,
-            self.agree,
-            self.bounds.outliers if self.bounds else None,
-        )
+        poll, outliers = self.training, self.bounds.outliers if self.bounds else None
+        return run_exchanges(carrier, f"round {round.number}", poll.left, poll.admit, self.agree, outliers)
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
         """The server's answer to one exchange; `what` names the exchange in the log."""

@@ -29,7 +29,8 @@ from fedbn_flwr.messages.reply import reason_of, sent_model, with_config
 
 from .codec import END, Agreement, Contribution, agreement_to_records, contribution_from_records
 
-Answers = Mapping[int, Contribution | str]  # by node; a string says why there is no contribution
+# Contributions by node, and why other nodes sent none. A node that does not answer in time is in neither.
+Answers = tuple[Mapping[int, Contribution], Mapping[int, str]]
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Carrier(Protocol):
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
         """Send nodes the agreement of exchange `step`, and return their next contributions.
 
-        The first exchange has no agreement (None). A node that does not answer in time has no entry.
+        The first exchange has no agreement (None).
         """
 
 
-class Service(Protocol):
-    """Runs a round's exchanges while clients handle the train messages, which say where to reach it."""
+class Exchanges(Protocol):
+    """A round's exchanges, which come before the train messages or run while clients handle these."""
 
     messages: Sequence[Message]  # the train messages
 
@@ -71,12 +72,12 @@ class Cohort:
     name: Callable[[int], str] = str  # how the log names a node's client
 
 
-MakeService = Callable[[Cohort, Callable[[Carrier], ExchangesDone]], Service]
+MakeExchanges = Callable[[Cohort, Callable[[Carrier], ExchangesDone]], Exchanges]
 
 
-def service() -> MakeService | None:
-    """The exchange service from the ServerApp's environment, if there is one; SettingsError if it cannot be used."""
-    return next(filter(None, (find() for find in parts("carriers"))), None)
+def service() -> MakeExchanges:
+    """The exchange service from the ServerApp's environment, else messages; SettingsError if it cannot be used."""
+    return next(filter(None, (find() for find in parts("carriers"))), ByMessages)
 
 
 # --- the loop ---
@@ -91,8 +92,8 @@ _TENSORS: dict[str, set[str]] = {
 }
 _MOST_EXCHANGES = 100_000  # that a round may have
 
-# Gets the contributions by node, and nodes with their problems; returns the nodes that stay, in the order they count.
-Admit = Callable[[str, Mapping[int, Contribution], Sequence[tuple[int, str]]], Sequence[int]]
+# Gets the partitions by node, and nodes with their problems; returns the nodes that stay, in the order they count.
+Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]]], Sequence[int]]
 # A function (tensors, keys) that says, by position, why tensors are too far from the others.
 Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]
 
@@ -113,9 +114,9 @@ def run_exchanges(
     unfinished: list[str] = []  # a layer for each pass whose gradients are yet to come
     for step in range(1, _MOST_EXCHANGES):
         name = f"{what}, exchange {step}"
-        contributions, problems = judge(nodes, carrier.ask(nodes, step - 1, agreement), unfinished, outliers)
+        contributions, problems = judge(nodes, *carrier.ask(nodes, step - 1, agreement), unfinished, outliers)
         if step == 1 or problems or len(contributions) < len(nodes):  # otherwise all stay, and are in order
-            nodes = admit(name, contributions, problems)
+            nodes = admit(name, {node: each.partition for node, each in contributions.items()}, problems)
         usable = [contributions[node] for node in nodes]
         agreement, kind, layer = agree(name, usable), usable[0].kind, usable[0].layer
         if kind == "gradients":
@@ -128,12 +129,15 @@ def run_exchanges(
 
 
 def judge(
-    nodes: Sequence[int], answers: Answers, unfinished: Collection[str], outliers: Outliers | None
+    nodes: Sequence[int],
+    found: Mapping[int, Contribution],
+    failed: Mapping[int, str],
+    unfinished: Collection[str],
+    outliers: Outliers | None,
 ) -> tuple[dict[int, Contribution], list[tuple[int, str]]]:
     """The contributions by node, and the problems of unusable ones; see `contribution_problems` for `unfinished`."""
-    contributions = {node: answer for node in nodes if isinstance(answer := answers.get(node), Contribution)}
-    refused = {node: answer for node, answer in answers.items() if isinstance(answer, str)}
-    refused |= contribution_problems(contributions, unfinished)
+    contributions = {node: found[node] for node in nodes if node in found}
+    refused = {**failed, **contribution_problems(contributions, unfinished)}
     usable = {node: each.tensors for node, each in contributions.items() if node not in refused}  # of one form
     is_backward = any(contributions[node].kind == "gradients" for node in usable)
     variances = () if is_backward else {"var"}.intersection(*usable.values())
@@ -208,18 +212,27 @@ def _form(contribution: Contribution) -> str:
 class ByMessages:
     """A carrier of Flower's messages, which suits any grid."""
 
-    def __init__(self, cohort: Cohort) -> None:
+    def __init__(self, cohort: Cohort, run_exchanges: Callable[[Carrier], ExchangesDone]) -> None:
         self._cohort = cohort
         self._asked = {message.metadata.dst_node_id: message for message in cohort.messages}
+        done = run_exchanges(self)
+        self.messages: Sequence[Message] = self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
 
-    def train_messages(self, done: ExchangesDone) -> list[Message]:
-        """The messages with the last agreement."""
-        return self._messages(MessageType.TRAIN, done.nodes, done.steps, done.agreement)
+    def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
+        return replies
 
     def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
         questions = self._messages(protocol.EXCHANGE_QUERY, nodes, step, agreement)
-        replies = gate(self._cohort.grid.send_and_receive(questions, timeout=self._cohort.timeout))
-        return {reply.metadata.src_node_id: _answer(reply) for reply in replies}
+        contributions, problems = dict[int, Contribution](), dict[int, str]()
+        for reply in gate(self._cohort.grid.send_and_receive(questions, timeout=self._cohort.timeout)):
+            node = reply.metadata.src_node_id
+            try:
+                if reply.has_error():
+                    raise MessageError(reason_of(reply))
+                contributions[node] = contribution_from_records(reply.content)
+            except MessageError as error:
+                problems[node] = str(error)
+        return contributions, problems
 
     def _messages(self, kind: str, nodes: Sequence[int], step: int, agreement: Agreement | None) -> list[Message]:
         agreed = RecordDict() if agreement is None else agreement_to_records(agreement)
@@ -232,12 +245,3 @@ class ByMessages:
             return RecordDict({"arrays": agreed.get("arrays", model), **others})
 
         return [Message(content(self._asked[node]), node, kind) for node in nodes if node in self._asked]
-
-
-def _answer(reply: Message) -> Contribution | str:
-    if reply.has_error():
-        return reason_of(reply)
-    try:
-        return contribution_from_records(reply.content)
-    except MessageError as error:
-        return str(error)

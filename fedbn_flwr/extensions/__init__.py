@@ -3,6 +3,7 @@
 A core module never imports an extension. It asks here for parts. Each extension's package declares them in a dictionary
 `PARTS`, by kind and name: `"strategies": {"Secure": "strategy:Secure"}` is the class `Secure` in the module `strategy`.
 An extension is imported when one of its parts is used. If you delete its folder, everything else continues to work.
+What several of them need, and nothing else does, is a module beside the folders.
 The kinds of parts:
 
 - bounds: "Bounds", and "from_settings", which makes Bounds from a mapping such as `{max_share: 0.2}`
@@ -33,7 +34,7 @@ from fedbn_flwr.errors import MissingPackage
 def declared(kind: str) -> dict[str, str]:
     """The locations `module:attribute` of the parts of a kind, by name."""
     found = {}
-    for extension in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    for extension in sorted(module.name for module in pkgutil.iter_modules(__path__) if module.ispkg):
         package = importlib.import_module(f"{__name__}.{extension}")
         found.update({name: f"{package.__name__}.{where}" for name, where in package.PARTS.get(kind, {}).items()})
     return found

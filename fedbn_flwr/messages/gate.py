@@ -104,9 +104,9 @@ def _check_metrics(metrics: MetricRecord) -> None:
         low, high = limits or (-math.inf, math.inf)
         found = f"its metric {shown(key)} is {shown(value)}"
         if not all(map(_is_number, numbers)):
-            raise MessageError(f"{found}; expected a finite number (the client diverged?)")
+            raise MessageError(f"{found}, expected a finite number (the client diverged?)")
         if not all(low <= number <= high + _ROUNDING for number in numbers):
-            raise MessageError(f"{found}; expected {low:g} to {high}")
+            raise MessageError(f"{found}, expected a number from {low:g} to {high}")
 
 
 def _is_number(value: object) -> bool:

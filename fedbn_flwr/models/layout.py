@@ -7,6 +7,7 @@ differ.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,6 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fedbn_flwr.batch import Batch
-
-from .identity import hook_places
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of the filters' axes
 
@@ -37,6 +36,15 @@ def is_known(part: object) -> bool:
     part = part.func if isinstance(part, functools.partial) else part
     module: str = getattr(part, "__module__", type(part).__module__)
     return module.partition(".")[0] in ("torch", "torchvision", "fedbn_flwr")
+
+
+def hook_places(model: nn.Module) -> list[Mapping[int, object]]:
+    """Where the hooks of the modules are."""
+    return [
+        place
+        for m in model.modules()
+        for place in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
+    ]
 
 
 def takes_channels_last(model: nn.Module) -> bool:

@@ -69,9 +69,8 @@ class Poll:
     asked: Sequence[int] = ()
     needed: int = 0  # usable replies
     arrays: ArrayRecord | None = None  # the model that the nodes receive
-    lost: set[int] = field(default_factory=set)  # the nodes that are left out
+    lost: dict[int, str] = field(default_factory=dict)  # the nodes that are left out, with the reasons
     left_out: list[str] = field(default_factory=list)  # their names and problems
-    refused: Sequence[Message] = ()  # the replies that are not used, as errors
     usable: dict[int, Reply] = field(default_factory=dict)  # so far, by node
     partitions: dict[int, int | None] = field(default_factory=dict)  # that nodes report, by node
     # Not a dict: all errors for lost nodes have the SuperLink's node id.
@@ -82,7 +81,16 @@ class Poll:
     @property
     def left(self) -> list[int]:
         """The nodes that are not left out, in the order of partitions: in the end, those whose replies are used."""
-        return sorted({*self.asked} - self.lost, key=self.roster.position)
+        return sorted({*self.asked} - self.lost.keys(), key=self.roster.position)
+
+    @property
+    def refused(self) -> list[Message]:
+        """The replies that are not used, as errors."""
+        return [
+            refusal(message, self.lost.get(node, "it was not asked")) if message.has_content() else message
+            for message in self.messages
+            if (node := message.metadata.src_node_id) not in self.left
+        ]
 
     def ask(
         self,
@@ -138,13 +146,7 @@ class Poll:
 
     def close(self, what: str) -> list[Reply]:
         """The replies to use, in the order of partitions; RunFailed if they are too few."""
-        problems = self.admit(what, self.partitions, self.problems)
-        nodes = self.left
-        self.refused = [
-            refusal(message, problems.get(node, "it was not asked")) if message.has_content() else message
-            for message in self.messages
-            if (node := message.metadata.src_node_id) not in nodes
-        ]
+        nodes = self.admit(what, self.partitions, self.problems)
         replies = [self.usable[node] for node in nodes]
         for one, other in pairwise(nodes):  # a client that is back has another node id, but answers once
             if (partition := self.partitions[one]) is not None and partition == self.partitions[other]:
@@ -156,10 +158,8 @@ class Poll:
         """The replies that are used, by client; none of a skipped round, which reads none."""
         return {self.roster.client(node): self.usable[node] for node in self.left if node in self.usable}
 
-    def admit(
-        self, what: str, answered: Mapping[int, int | None], problems: Sequence[tuple[int, str]]
-    ) -> Mapping[int, str]:
-        """Leave out the nodes that did not answer or have a problem, and return the problems by node.
+    def admit(self, what: str, answered: Mapping[int, int | None], problems: Sequence[tuple[int, str]]) -> list[int]:
+        """Leave out the nodes that did not answer or have a problem, and return the others.
 
         `what` names the exchange or the round in messages. `answered` has the partition that each node reported, and
         `problems` are pairs of node and text. The log names the clients that are left out; RunFailed lists them if
@@ -173,10 +173,11 @@ class Poll:
             f"{name(node)}: {_without_number(reason, self.roster.partitions.get(node))}" for node, reason in problems
         )
         bad = dict(problems)
-        self.lost |= {*asked} - (answered.keys() - bad.keys())
-        left, silent = self.left, [node for node in asked if node not in answered and node not in bad]
+        silent = {node: "it did not answer in time" for node in asked if node not in answered and node not in bad}
+        self.lost |= silent | bad
+        left = self.left
         if (count := len(asked) - len(left) - len(problems)) == len(silent):
-            reasons += [f"{name(node)}: it did not answer in time" for node in silent]
+            reasons += [f"{name(node)}: {reason}" for node, reason in silent.items()]
         elif count > 0:  # the others have errors that name the SuperLink
             reasons.append(f"{count} of {len(asked)} clients did not answer in time")
         self.left_out = [*self.left_out, *reasons]
@@ -184,7 +185,7 @@ class Poll:
             raise self._too_few(f"{what}: {len(left)} of {len(asked)} clients sent a usable reply, {needed}")
         for reason in reasons:
             LOG.warning("%s: left out %s", what, one_line(reason))
-        return bad
+        return left
 
     def _too_few(self, what: str) -> RunFailed:
         reasons = by_reason(one_line(reason).partition(": ")[::2] for reason in self.left_out)

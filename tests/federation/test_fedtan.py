@@ -19,7 +19,7 @@ from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RoundSkipped, RunFailed
-from fedbn_flwr.exchange.carriers import ByMessages, Cohort
+from fedbn_flwr.exchange.carriers import ByMessages
 from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import config_of, unpack
@@ -307,11 +307,7 @@ def test_the_carrier_of_a_skipped_round_has_no_part_in_a_round_without_exchanges
     fed = federation((6, 6), batches=1, model=two_norms, lr=0.1, steps=1)
     finished: list[int] = []
 
-    class Noting:
-        def __init__(self, cohort: Cohort, run: Any) -> None:
-            carrier = ByMessages(cohort)
-            self.messages = carrier.train_messages(run(carrier))
-
+    class Noting(ByMessages):
         def finish(self, replies: Sequence[Message]) -> Sequence[Message]:
             finished.append(len(replies))
             return replies

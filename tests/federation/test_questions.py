@@ -88,10 +88,14 @@ def ask(app: ClientApp, evaluate: dict[str, Any], out: Path) -> None:
 
 ANSWERS: dict[str, tuple[str, Spoil, str]] = {
     "no accuracy": ("evaluate", metrics(own_accuracy=None), "expected accuracy too"),
-    "a list": ("evaluate", metrics(own_accuracy=[0.5, 0.5]), r"is \[0.5, 0.5\]; expected a finite number"),
+    "a list": ("evaluate", metrics(own_accuracy=[0.5, 0.5]), r"is \[0.5, 0.5\], expected a finite number"),
     "half an example": ("evaluate", metrics(own_num_examples=0.5), "it has 0.5 test examples"),
-    "700 %": ("evaluate", metrics(own_accuracy=7.0), "its metric 'own-accuracy' is 7.0; expected 0 to 1"),
-    "below zero": ("evaluate", metrics(own_accuracy=-0.1), "its metric 'own-accuracy' is -0.1; expected 0 to 1"),
+    "700 %": ("evaluate", metrics(own_accuracy=7.0), "its metric 'own-accuracy' is 7.0, expected a number from 0 to 1"),
+    "below zero": (
+        "evaluate",
+        metrics(own_accuracy=-0.1),
+        "'own-accuracy' is -0.1, expected a number from 0 to 1",
+    ),
     "all examples of the world": ("evaluate", metrics(own_num_examples=2**31), "is 2147483648; the median of the"),
     "nothing": ("evaluate", lambda content: RecordDict(), "the reply has 0 MetricRecords; expected one"),
     "another site's number": ("evaluate", claims(1), "its partition-id is 1, and it reported 2 before"),

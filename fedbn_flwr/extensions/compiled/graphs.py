@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, map_tensors, tensors
 from fedbn_flwr.client.rule import Gradient, Loss
-from fedbn_flwr.models.identity import hook_places, hooks_of, identity, plain_attributes
+from fedbn_flwr.extensions.identity import hooks_of, identity, plain_attributes
+from fedbn_flwr.models.layout import hook_places
 
 Made = TypeVar("Made")
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fedbn_flwr.errors import SettingsError
-from fedbn_flwr.exchange.carriers import MakeService
+from fedbn_flwr.exchange.carriers import MakeExchanges
 
 PREFIX = "FEDBN_EXCHANGE_"
 
@@ -82,7 +82,7 @@ class ExchangeConfig:
         return content
 
 
-def service() -> MakeService | None:
+def service() -> MakeExchanges | None:
     """The function that makes carriers for the service in the environment; None if there is no address."""
     if (config := ExchangeConfig.from_environment()) is None:
         return None

@@ -24,7 +24,7 @@ from flwr.app import Message
 
 from fedbn_flwr.engines.capabilities import capabilities
 from fedbn_flwr.errors import LOG, MessageError, RunFailed, SettingsError, few
-from fedbn_flwr.exchange.carriers import Carrier, Cohort, ExchangesDone
+from fedbn_flwr.exchange.carriers import Answers, Carrier, Cohort, ExchangesDone
 from fedbn_flwr.exchange.codec import (
     TEXT_LIMIT,
     Agreement,
@@ -114,15 +114,22 @@ class StreamCarrier:
 
     # --- what the loop asks, in the thread ---
 
-    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> dict[int, Contribution | str]:
+    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
         if agreement is not None:
             self._send(nodes, agreement, last=False)
         asked = [node for node in nodes if node in self._nodes]
         # The others need the rest of the time to finish the round without a client that hangs.
         seconds = min(self._timeout, (self._end - time.monotonic()) / 2)
-        answers = {node: _answer(content) for node, content in self._service.collect(asked, seconds).items()}
-        self._up = [answer.tensors for answer in answers.values() if isinstance(answer, Contribution)]
-        return answers
+        contributions = dict[int, Contribution]()
+        received = self._service.collect(asked, seconds)
+        problems = {node: why for node, why in self._service.lost.items() if node in asked}
+        for node, message in received.items():
+            try:
+                contributions[node] = contribution_from_records(from_bytes(message))
+            except MessageError as error:
+                problems[node] = f"its message cannot be read: {error}"
+        self._up = [each.tensors for each in contributions.values()]
+        return contributions, problems
 
     def _run(self, run_exchanges: Callable[[Carrier], ExchangesDone]) -> None:
         try:
@@ -136,13 +143,6 @@ class StreamCarrier:
     def _send(self, nodes: Sequence[int], agreement: Agreement, *, last: bool) -> None:
         self._engine.count_exchange(self._up, [agreement.tensors] * len(nodes))
         self._service.answer(nodes, to_bytes(agreement), last=last)
-
-
-def _answer(content: bytes | str) -> Contribution | str:
-    try:
-        return content if isinstance(content, str) else contribution_from_records(from_bytes(content))
-    except MessageError as error:
-        return f"its message cannot be read: {error}"
 
 
 _GRACE_SECONDS = 10  # to deliver the last answers
@@ -223,8 +223,8 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     # --- the round's side ---
 
-    def collect(self, nodes: Sequence[int], seconds: float) -> dict[int, bytes | str]:
-        """Each node's next message, or the reason why there is none. A node that sends none in time is lost."""
+    def collect(self, nodes: Sequence[int], seconds: float) -> dict[int, bytes]:
+        """The next message of each node that is not lost. A node that sends none in time is lost."""
         began, found, silent = time.monotonic(), dict.fromkeys(nodes, b""), [*nodes]
         for limit in sorted({min(_WARNING_SECONDS, seconds), seconds}):
             for node in [*silent]:
@@ -237,7 +237,8 @@ class ExchangeService(grpc.GenericRpcHandler):  # type: ignore[misc]
                 LOG.warning("all wait for %s since %g s, at most %.0f s in this exchange", names, limit, seconds)
         for node in silent:
             self._clients[node].lose(f"it sent nothing to the exchange service within {seconds:.3g} s")
-        return found | {node: why for node, why in self.lost.items() if node in found}  # also after its message
+        lost = self.lost  # also after its message
+        return {node: message for node, message in found.items() if node not in lost}
 
     def answer(self, nodes: Collection[int], message: bytes, *, last: bool = False) -> None:
         """Send `message` to these nodes, and end all others' part in the round."""

@@ -24,7 +24,7 @@ from fedbn_flwr.client.training import Trained, Training, backpropagate, begun, 
 from fedbn_flwr.errors import log_once
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
-from fedbn_flwr.models.identity import identity
+from fedbn_flwr.extensions.identity import identity
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm

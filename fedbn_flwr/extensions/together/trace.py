@@ -14,7 +14,8 @@ from torch import Tensor, fx, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import Tensors
-from fedbn_flwr.models.identity import hook_places, hooks_of, plain_attributes
+from fedbn_flwr.extensions.identity import hooks_of, plain_attributes
+from fedbn_flwr.models.layout import hook_places
 from fedbn_flwr.models.tensors import places_of
 
 from .stacked import LAYERS, RELU, Layer
@@ -146,21 +147,21 @@ def _works_in_place(node: fx.Node, module: object) -> bool:
 
 
 _HOOKS = "a module or a parameter has hooks"
-_known: WeakKeyDictionary[nn.Module, Network | str] = WeakKeyDictionary()  # or why there is none
+_networks: WeakKeyDictionary[nn.Module, Network] = WeakKeyDictionary()
+_reasons: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # why there is none
 
 
 def network_of(model: nn.Module) -> Network:
     """The model for several clients at once; NotImplementedError says why there is none: a part may mix clients."""
-    if (network := _known.get(model)) is None:
+    if model not in _networks and model not in _reasons:
         if any(hook_places(model)):
             raise NotImplementedError(_HOOKS)
         try:
-            network = Network(model)
+            _networks[model] = Network(model)
         except NotImplementedError as error:
-            network = str(error)
+            _reasons[model] = str(error)
         except Exception:  # PyTorch's tracer raises many kinds of errors for models with control flow
-            network = "its forward has control flow or other code that PyTorch cannot trace"
-        _known[model] = network
-    if isinstance(network, str) or network.has_hooks():
-        raise NotImplementedError(network if isinstance(network, str) else _HOOKS)
-    return network
+            _reasons[model] = "its forward has control flow or other code that PyTorch cannot trace"
+    if (reason := _reasons.get(model)) or _networks[model].has_hooks():
+        raise NotImplementedError(reason or _HOOKS)
+    return _networks[model]

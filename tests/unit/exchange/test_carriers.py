@@ -13,7 +13,7 @@ from fedbn_flwr.strategies.fedtan import algorithm_3  # type: ignore[import-unty
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedbn_flwr.errors import RunFailed
-from fedbn_flwr.exchange.carriers import ExchangesDone, judge
+from fedbn_flwr.exchange.carriers import Answers, ExchangesDone, judge
 from fedbn_flwr.exchange.codec import END, Agreement, Contribution
 from fedbn_flwr.server.poll import Poll
 from fedbn_flwr.strategies import FedTAN, Round
@@ -27,9 +27,11 @@ class Scripted:
         self.script = script
         self.asked: list[tuple[list[int], Agreement | None]] = []
 
-    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> dict[int, Contribution | str]:
+    def ask(self, nodes: Sequence[int], step: int, agreement: Agreement | None) -> Answers:
         self.asked.append((list(nodes), agreement))
-        return {node: answer for node in nodes if (answer := self.script[node][step]) is not None}
+        answers = {node: self.script[node][step] for node in nodes}
+        contributions = {node: answer for node, answer in answers.items() if isinstance(answer, Contribution)}
+        return contributions, {node: answer for node, answer in answers.items() if isinstance(answer, str)}
 
 
 def mean(value: float, *, partition: int, **changes: Any) -> Contribution:
@@ -128,13 +130,13 @@ MOMENTS = Contribution("norm", "moments", {"mean": np.zeros(2), "var": np.ones(2
     ],
 )
 def test_what_cannot_be_used_is_named(contribution: Contribution, says: str) -> None:
-    (problem,) = judge([1], {1: contribution}, ["first"], None)[1]
+    (problem,) = judge([1], {1: contribution}, {}, ["first"], None)[1]
     assert re.search(says, problem[1])
 
 
 def test_gradients_with_respect_to_a_variance_may_be_negative() -> None:
     gradients = replace(MOMENTS, kind="gradients", tensors={"mean": -np.ones(2), "var": -np.ones(2)})
-    assert judge([1], {1: gradients}, ["norm"], None) == ({1: gradients}, [])
+    assert judge([1], {1: gradients}, {}, ["norm"], None) == ({1: gradients}, [])
 
 
 def test_moments_agree_to_those_of_the_union() -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from fedbn_flwr.extensions.identity import identity
 from fedbn_flwr.messages.arrays import size_of
-from fedbn_flwr.models.identity import identity
 from fedbn_flwr.models.tensors import ModelTensors, copied, initial_arrays
 from tests.support.federations import near
 

@@ -1,10 +1,10 @@
-"""What decides what a pass computes, besides the values of tensors."""
+"""What decides what a pass computes, besides the values of tensors: for extensions that repeat passes."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from contextlib import suppress
 from types import NoneType
 
@@ -18,15 +18,6 @@ def plain_attributes(model: nn.Module) -> Hashable:
         (type(module), *((name, value) for name, value in vars(module).items() if isinstance(value, plain)))
         for module in model.modules()
     )
-
-
-def hook_places(model: nn.Module) -> list[Mapping[int, object]]:
-    """Where the hooks of the modules are."""
-    return [
-        place
-        for m in model.modules()
-        for place in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks)
-    ]
 
 
 def hooks_of(parameter: Tensor) -> list[object]:
