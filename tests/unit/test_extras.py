@@ -68,7 +68,7 @@ def test_no_optional_package_is_left_out() -> None:
         for requirement in requirements
     }
     own = {"fedbn_flwr", *(re.match(r"[\w-]+", text)[0] for text in project["dependencies"])}  # type: ignore[index]
-    # These in tests/unit/results/test_export.py, and of deploy/monitoring.
+    # These in tests/unit/results/test_result.py, and of deploy/monitoring.
     tested = {case[0] for case in CASES} | {"onnx", "onnxscript", "prometheus_client"}
     assert {"ray" if name == "flwr[simulation]" else name for name in names} - own == tested
 

@@ -473,13 +473,6 @@ def test_a_relative_folder_begins_where_the_command_was_started(
     assert len(load(Source(**given)).train.labels) == 1
 
 
-def test_a_file_that_is_no_parquet_is_named(folder: Path) -> None:
-    write_both(folder, pixels(1, (4, 4)), [0])
-    (folder / "train.parquet").write_bytes(b"not a table")
-    with pytest.raises(DataError, match=r"cannot read .*train\.parquet"):
-        load(Source(name=str(folder)))
-
-
 def test_splits_with_different_classes_are_an_error(folder: Path) -> None:
     write_split(folder, "train", [png(pixels(1, (4, 4))[0])], [0])
     write_split(folder, "test", [png(pixels(1, (4, 4))[0])], [3], classes=4)

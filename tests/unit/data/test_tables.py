@@ -74,8 +74,6 @@ def test_without_names_the_inputs_are_all_numbers_that_have_no_other_use(tables:
     data = opened(tables / "all.csv", label="diagnosis", domain="site", test=0.2)
     assert "site" not in data.input_names
     assert len(data.input_names) == 30
-    with pytest.raises(DataError, match=r"name the column with data\.label; its columns: .*mean area \(float64"):
-        opened(tables / "all.csv", test=0.2)
 
 
 def test_a_share_is_held_out_of_each_class_and_group(tables: Path) -> None:
@@ -88,10 +86,6 @@ def test_a_share_is_held_out_of_each_class_and_group(tables: Path) -> None:
                 for split, part in ((data.groups.train, data.train), (data.groups.test, data.test))
             )
             assert abs(there - 0.2 * (here + there)) < 1
-    with pytest.raises(DataError, match=r"is one file, which has no test split; set data\.test: 0\.2"):
-        opened(tables / "all.csv", label="diagnosis")
-    with pytest.raises(DataError, match=r"data\.test is 0\.0001, which is 0 of 569 examples"):
-        opened(tables / "all.csv", label="diagnosis", test=0.0001)
 
 
 def test_labels_and_groups_that_are_texts_in_one_split_are_texts_in_both(tmp_path: Path) -> None:
@@ -106,9 +100,6 @@ def test_labels_and_groups_that_are_texts_in_one_split_are_texts_in_both(tmp_pat
     assert data.train.labels.tolist() == [0, 3, 4, 1, 2]
     assert data.test.labels.tolist() == [3, 0, 2, 2]
     assert data.groups.names == ("01", "1", "02", "2", "A"), "by the numbers in them"
-    frame.assign(x=["1", "?", "2", "3"]).to_csv(tmp_path / "test.csv", index=False)
-    with pytest.raises(DataError, match="1 of 9 values of the column 'x' are not numbers"):
-        load(source)
 
 
 def test_parquet_labels_of_two_types_are_classes_by_their_texts(tmp_path: Path) -> None:
@@ -125,60 +116,16 @@ def test_two_files_are_training_and_test_split(tmp_path: Path) -> None:
     frame[400:].to_csv(tmp_path / "test.csv", index=False)
     data = opened(tmp_path, label="diagnosis")
     assert (len(data.train), len(data.test)) == (400, 169)
-    frame[400:].drop(columns="mean area").to_csv(tmp_path / "test.csv", index=False)
-    with pytest.raises(DataError, match="test has no column mean area; expected the columns of train"):
-        opened(tmp_path, label="diagnosis")
-
-
-ILL = "age,ill\n1,0\n2,1\n"
-
-
-@pytest.mark.parametrize(
-    ("files", "options", "message"),
-    [
-        ({"t.csv": "age,ill\n"}, {"test": 0.5}, "has no rows"),
-        (
-            {"t.csv": "age,city,ill\n1,Köln,0\n2,Bonn,1\n"},
-            {"inputs": "age"},
-            "the column 'city' contains text that isn't",
-        ),
-        (
-            {"t.csv": "age,bp,ill\n5.5,9.5,a\n6.5,8.5,b\n"},
-            {"label": ["age", "bp"]},
-            "no column left for inputs, data.lab",
-        ),
-        (
-            {"train.csv": ILL, "test.csv": "age,ill,age\n1,0,2\n"},
-            {},
-            r"test\.csv has 2 columns 'age'; rename all but one",
-        ),
-        (
-            {"train.csv": ILL, "train_old.tsv": ILL, "test.csv": ILL},
-            {},
-            r"files of 'train' are \.csv, \.tsv; expected one",
-        ),
-    ],
-)
-def test_what_is_wrong_with_a_table_is_one_message(
-    files: dict[str, str], options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text, encoding="latin-1")
-    given = {"label": "ill", "test": 0.5} if "t.csv" in files else {"label": "ill"}
-    with pytest.raises(DataError, match=message):
-        opened(tmp_path / "t.csv" if "t.csv" in files else tmp_path, **given | options)
 
 
 # --- values ------------------------------------------------------------------
 
 
-def test_missing_values_are_refused_by_column_or_become_the_mean(tmp_path: Path) -> None:
+def test_missing_values_become_the_mean(tmp_path: Path) -> None:
     frame = cancer()
     frame.loc[3:7, "mean area"] = np.nan
     frame.loc[5:6, "mean radius"] = np.nan
     frame.to_csv(tmp_path / "gaps.csv", index=False)
-    with pytest.raises(DataError, match=r"no value .* in mean radius \(2\), mean area \(5\); .*data\.missing: mean"):
-        opened(tmp_path / "gaps.csv", label="diagnosis", test=0.2)
     data = opened(tmp_path / "gaps.csv", label="diagnosis", test=0.2, missing="mean")
     ((inputs, _),) = TestBatches(data.train, data.moments, len(data.train))
     gaps = data.train.inputs.isnan()
@@ -205,18 +152,12 @@ def test_rows_with_missing_inputs_are_left_out_with_their_labels_and_groups(
     assert data.groups.train.tolist() == [row // 5 for row in kept]
     assert "data.missing: drop leaves out 3 of 20 training examples" in flower_log.text
     assert "drop leaves out 2 of 9 test examples" in flower_log.text
-    frame[:1].to_csv(tmp_path / "test.csv", index=False)
-    with pytest.raises(DataError, match=r"every test example of '.*' \(1\) lacks an input or a label, so none is left"):
-        opened(tmp_path, **chosen, missing="drop")
 
 
-def test_a_column_of_infinite_values_or_of_none_is_named(tmp_path: Path) -> None:
-    frame = pd.DataFrame({"age": [1.0, np.inf] * 10, "fee": [None] * 20, "dose": range(20), "ill": [0, 1] * 10})
+def test_a_column_without_values_has_no_mean(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"fee": [None] * 20, "dose": range(20), "ill": [0, 1] * 10})
     frame.to_csv(tmp_path / "t.csv", index=False)
-    chosen: dict[str, Any] = {"label": "ill", "test": 0.2, "missing": "mean"}
-    with pytest.raises(DataError, match=r"has infinite values in age \(10\); expected numbers"):
-        opened(tmp_path / "t.csv", inputs=["dose", "age"], **chosen)
-    data = opened(tmp_path / "t.csv", inputs=["dose", "fee"], **chosen)
+    data = opened(tmp_path / "t.csv", inputs=["dose", "fee"], label="ill", test=0.2, missing="mean")
     with pytest.raises(DataError, match=r"column 'fee' of the inputs has no value in any row; leave it out"):
         data.moments  # noqa: B018
 
@@ -225,19 +166,11 @@ def test_texts_are_inputs_only_if_their_values_are_given(tmp_path: Path) -> None
     frame = pd.DataFrame({"age": range(20), "sex": ["m", "f"] * 10, "ill": [0, 1, 1, 0] * 5})
     frame.to_csv(tmp_path / "t.csv", index=False)
     chosen: dict[str, Any] = {"inputs": ["age", "sex"], "label": "ill", "test": 0.2}
-    with pytest.raises(DataError, match=r"column 'sex' has texts.* data\.categories: \{sex: \[f, m\]\}"):
-        opened(tmp_path / "t.csv", **chosen)
     data = opened(tmp_path / "t.csv", **chosen, categories={"sex": ["m", "f", "x"]})
     assert data.input_names == ("age", "sex=m", "sex=f", "sex=x")
     assert [row[1:] for row in data.train.inputs.tolist()] == [
         [1, 0, 0] if row[0] % 2 == 0 else [0, 1, 0] for row in data.train.inputs.tolist()
     ]
-    with pytest.raises(DataError, match=r"data\.categories lacks 1 of .* the column 'sex' .*, such as 'f'"):
-        opened(tmp_path / "t.csv", **chosen, categories={"sex": ["m"]})
-    inputs: list[str]
-    for inputs in (["age"], []):
-        with pytest.raises(DataError, match=r"data\.categories='sax' is not a column of .*; its columns: age .*, sex"):
-            opened(tmp_path / "t.csv", **chosen | {"inputs": inputs}, categories={"sax": ["m", "f"]})
 
 
 # --- series and tokens -------------------------------------------------------
@@ -258,8 +191,6 @@ def test_columns_of_lists_are_arrays(tmp_path: Path) -> None:
     assert opened(tmp_path / "more.parquet", **chosen).input_names == ("age",), "lists are inputs if they are named"
     series = opened(tmp_path / "series.parquet", inputs="signal", **chosen)
     assert series.shape == (2, 6)
-    with pytest.raises(DataError, match=r"data\.shape is \[2, 7\], but .* has inputs of shape \[2, 6\]"):
-        opened(tmp_path / "series.parquet", inputs="signal", shape=[2, 7], **chosen)
     both = opened(tmp_path / "series.parquet", inputs=["signal", "words"], **chosen).train.inputs
     assert both["signal"].equal(series.train.inputs)
     data = opened(tmp_path / "series.parquet", inputs="words", **chosen)
@@ -267,10 +198,6 @@ def test_columns_of_lists_are_arrays(tmp_path: Path) -> None:
     ((inputs, _),) = TestBatches(data.train, data.moments, 12)
     assert inputs.equal(data.train.inputs), "tokens are not normalised"
     assert opened(tmp_path / "series.parquet", inputs="words", tokens=100, **chosen).tokens == 100, "of all sites"
-    with pytest.raises(DataError, match=r"tokens other than 0 to 4 \(data\.tokens is 5\): from 0 to 7"):
-        opened(tmp_path / "series.parquet", inputs="words", tokens=5, **chosen)
-    with pytest.raises(DataError, match=r"'ragged' has arrays of several shapes, with sides of 1, 2; expected"):
-        opened(tmp_path / "series.parquet", inputs="ragged", **chosen)
 
 
 @pytest.mark.parametrize(
@@ -331,25 +258,16 @@ def test_several_arrays_are_a_dict(tmp_path: Path) -> None:
 def test_a_mask_of_0_and_1_is_one_of_truth_values(tmp_path: Path, kind: str) -> None:
     mask, chosen = np.arange(6) < RNG.integers(2, 7, (8, 1)), {"inputs": ["inputs", "mask"], "test": 0.25}
     given: dict[str, Any] = {"inputs": RNG.normal(5, 2, (8, 3, 6)), "labels": np.arange(8) % 2}
-    for name, some in (("bool", mask), ("numbers", mask.astype(kind)), ("wrong", mask + 1), ("short", mask[:, :5])):
+    for name, some in (("bool", mask), ("numbers", mask.astype(kind))):
         np.savez(tmp_path / f"{name}.npz", mask=some, **given)
     data, twin = (opened(tmp_path / f"{name}.npz", **chosen) for name in ("numbers", "bool"))
     assert (data.train.inputs["mask"].dtype, data.moments) == (torch.bool, twin.moments)
-    for name, shape in (("wrong", "8, 6"), ("short", "8, 5")):
-        with pytest.raises(DataError, match=rf"'mask' of shape \[{shape}\]; expected \[8, 6\], .* 1 or true at real"):
-            opened(tmp_path / f"{name}.npz", **chosen)
 
 
 def test_one_value_for_each_example_beside_an_array_is_a_feature(tmp_path: Path) -> None:
     np.savez(tmp_path / "all.npz", a=np.arange(8.0), b=RNG.normal(size=(8, 4)), labels=np.arange(8) % 2)
     data = opened(tmp_path / "all.npz", inputs=["a", "b"], test=0.25)
     assert (data.shape, len(data.moments[0])) == ((1,), 1)
-
-
-def test_negative_whole_numbers_are_no_tokens(tmp_path: Path) -> None:
-    np.savez(tmp_path / "all.npz", inputs=np.arange(-2, 38).reshape(8, 5), labels=np.arange(8) % 2)
-    with pytest.raises(DataError, match=r"tokens other than 0, 1, 2 and so on; give .* as floats: from -2 to 37"):
-        opened(tmp_path / "all.npz", test=0.25)
 
 
 # --- targets -----------------------------------------------------------------
@@ -380,18 +298,6 @@ def test_labels_are_classes_numbers_or_several_labels_by_their_type(
         assert data.train.targets.dtype is torch.float32
         expected = frame[label].to_numpy(np.float32)
         assert torch.cat([first(data.train.targets), first(data.test.targets)]).sum() == pytest.approx(expected.sum())
-
-
-@pytest.mark.parametrize(
-    ("label", "task", "message"),
-    [
-        ("bmi", "classification", r"labels of type float64 .* which are not classes"),
-        (["bmi", "bp"], "multilabel", "has values other than 0 and 1"),
-    ],
-)
-def test_labels_that_do_not_fit_are_refused(label: Any, task: str, message: str, tables: Path) -> None:
-    with pytest.raises(DataError, match=message):
-        opened(tables / "diabetes.csv", label=label, task=task, test=0.2)
 
 
 def test_a_task_is_the_same_in_another_process(tables: Path) -> None:

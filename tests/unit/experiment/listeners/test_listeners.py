@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flwr.app import ArrayRecord
 from torch.nn import functional as F
 
 from fedbn_flwr import LocalGrid, client_app, run
 from fedbn_flwr.client.evaluation import evaluate
+from fedbn_flwr.commands import cli
 from fedbn_flwr.data.batches import TestBatches
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed, StorageError
 from fedbn_flwr.experiment.file.content import merge
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
-from fedbn_flwr.experiment.listeners.evaluate import Evaluate
+from fedbn_flwr.experiment.listeners.evaluate import Choose, Evaluate
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.recording import History, Saving
 from fedbn_flwr.experiment.node import ClientMaker
@@ -32,6 +36,7 @@ from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.result import Result
 from fedbn_flwr.results.yaml_text import parse_yaml
+from fedbn_flwr.tasks import CLASSIFICATION, REGRESSION, Task
 from tests.support.runs import saved_round
 
 EXPERIMENT = """
@@ -200,3 +205,64 @@ def test_a_round_is_saved_once(running: Running, tmp_path: Path, monkeypatch: py
     assert listener.on_round(running, at).checkpoint_round == 5
     listener.on_end(running, None)
     assert written == ["write_model", "write_checkpoint"]
+
+
+# --- The best round by validation, for shares and for errors.
+
+
+@pytest.mark.parametrize(
+    ("task", "values", "expected"),
+    [
+        (CLASSIFICATION, [0.5, 0.4, 0.5, 0.6, 0.6], [1, 4]),
+        (REGRESSION, [9.0, 8.0, 8.0, 7.0, math.nan, 7.5, 7.0], [1, 2, 4]),
+        (REGRESSION, [math.nan] * 3, []),
+    ],
+)
+def test_the_best_round_is_the_first_of_equal_ones(task: Task, values: list[float], expected: list[int]) -> None:
+    rule = SimpleNamespace(traits=SimpleNamespace(has_global_model=False))
+    run = Settings(evaluate={"validation": 0.1})
+    running: Any = SimpleNamespace(prepared=SimpleNamespace(rule=rule, task=task, run=run))
+    best, found = Choose(running.prepared, []), []
+    for number, value in enumerate(values, start=1):
+        line: dict[str, Any] = {"round": number, f"validation_{task.main}": value}
+        at = best.on_round(running, FinishedRound(number, ArrayRecord(), ArrayRecord(), line=line))
+        found += [at.line["best_round"]] if "best_round" in at.line else []
+    assert found == expected
+
+
+# --- `evaluate.domains`: each client tests its own model on the examples of every domain.
+
+
+OF_DOMAINS = """
+rounds: 2
+clients: 3
+data:
+  {name: digits_five, random: true, examples: 90, test_examples: 60, domains: [mnist, usps, svhn], partition: domain}
+model: lenet
+train: {lr: 0.01, batch_size: 8, steps: 1}
+evaluate: {every: 2, domains: true}
+engine: {workers: 0, device: cpu}
+runs: {one: {strategy: FedBN}}
+"""
+DOMAINS = ("mnist", "svhn", "usps")
+
+
+def test_each_client_s_model_is_tested_on_every_domain(tmp_path: Path) -> None:
+    """Of 20 test examples each, so that the mean over the domains is the figure of all, and that of the client's domain
+    the figure of its own examples."""
+    file = tmp_path / "experiment.yaml"
+    file.write_text(OF_DOMAINS)
+    assert cli.main(["run", str(file), "--out", str(tmp_path / "out")]) == 0
+    folder = RunFolder(tmp_path / "out" / "one")
+    clients = folder.lines("clients.jsonl")[-1]["clients"]
+    assert len({each["loss_mnist"] for each in clients.values()}) == 3, "each client has its own model"
+    for each in clients.values():
+        (own,) = (domain for domain in DOMAINS if f"own_loss_{domain}" in each)
+        for name in ("loss", "accuracy"):
+            assert sum(each[f"{name}_{domain}"] for domain in DOMAINS) / 3 == pytest.approx(each[name])
+            assert each[f"{name}_{own}"] == pytest.approx(each[f"own_{name}"])
+    line = folder.lines("history.jsonl")[-1]
+    for domain in DOMAINS:
+        mean = sum(each[f"accuracy_{domain}"] for each in clients.values()) / 3
+        assert line[f"clients_accuracy_{domain}"] == pytest.approx(mean)
+    assert "clients' accuracy, by domain" in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")

@@ -17,8 +17,8 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.data.source import Source
-from fedbn_flwr.errors import DataError, SettingsError
-from fedbn_flwr.experiment.data import load_data, splits_of
+from fedbn_flwr.errors import DataError, MissingPackage
+from fedbn_flwr.experiment.data import load_data, shares_of, splits_of
 from fedbn_flwr.experiment.settings import Data, Settings
 
 RNG = np.random.default_rng(0)
@@ -91,33 +91,6 @@ def test_a_long_table_trains_a_network_of_series(tmp_path: Path) -> None:
     assert result.summary.accuracy == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"ill": ["no", "yes"] * 8 + ["no"]}, r"4 of 8 series have several values in 'ill'; expected one for"),
-        ({"minute": 0.0}, "has 13 rows with the series and the time of another row"),
-        ({"minute": [None, *[1.0] * 16]}, "has 1 rows without a series or a time"),
-        ({"visit": [None, *"abcdefghijklmnop"]}, "has 1 rows without a series or a time"),
-        (
-            {"hr": [*"abcdefghijklmnopq"], "inputs": ["hr"]},
-            "has texts in a column of inputs; series need",
-        ),
-        ({"hr": [np.nan, *[1.0] * 16]}, r"of the 8 rows some have no value .* in inputs \(1\)"),
-    ],
-)
-def test_what_is_no_series_is_an_error(change: dict[str, Any], says: str, tmp_path: Path) -> None:
-    options = {"inputs": change.pop("inputs", ())}
-    with pytest.raises(DataError, match=says):
-        opened(write(tmp_path, long().assign(**change), long()), **options)
-
-
-def test_columns_of_series_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.series='visits' is not a column of .*; its columns: visit \(int64\)"):
-        opened(write(tmp_path, long(), long()), series="visits")
-    with pytest.raises((SettingsError, ValueError), match=r"time is 'minute', which orders the rows of a series; give"):
-        opened(tmp_path, series=None)
-
-
 def test_a_series_with_a_missing_value_is_left_out(tmp_path: Path) -> None:
     frame = long()
     frame.loc[[0, 3], "hr"] = np.nan
@@ -185,3 +158,58 @@ def test_no_window_is_an_error_and_series_too_short_are_counted(
         opened(folder, series=None, time=None, window={"length": 5})
     with pytest.raises(ValueError, match="overlap"):
         opened(folder, window={"length": 5, "overlap": 1.0})
+
+
+# --- The recordings of smartwatches, from the file of another package; a stand-in of the same form has known values.
+
+
+SENSORS = ["ax", "ay", "az", "wx", "wy", "wz"]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """Twenty recordings, two of each of ten persons, whose values say recording and time."""
+    given = [1000.0 * number + np.arange(16)[:, None] + np.arange(6) / 10 for number in range(20)]
+    content = {
+        "X": given, "y": np.arange(20) % 2, "subject": 1 + np.arange(20) // 2, "X_labels": SENSORS,
+        "y_labels": ["PEN", "ABD"],
+    }  # fmt: skip
+    folder = tmp_path / "seglearn" / "data"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("raise ImportError('it takes seconds')\n")
+    np.save(folder / "watch_dataset.npy", np.array(content, object), allow_pickle=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    return given
+
+
+def keys(**changes: object) -> dict[str, object]:
+    return {
+        "name": "watch",
+        "label": "exercise",
+        "series": "recording",
+        "window": {"length": 4, "overlap": 0.5},
+    } | changes
+
+
+def test_the_end_of_each_recording_is_for_testing(package: list[np.ndarray]) -> None:
+    data = load(Source(**keys(group="person")))
+    assert (data.shape, data.class_names) == ((6, 4), ("ABD", "PEN"))
+    assert (len(data.train), len(data.test)) == (20 * 5, 20)
+    assert data.train.inputs[5].equal(torch.from_numpy(package[1][:4].T).float())
+    assert data.test.inputs[1].equal(torch.from_numpy(package[1][12:].T).float())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 4, 5])
+def test_each_seed_has_other_persons_as_its_last_clients(package: list[np.ndarray], seed: int) -> None:
+    data = Data(**keys(group="person", partition={"kind": "natural", "rotate": 2}))
+    for part, rows in zip(("train", "test"), shares_of(data, 10, seed, "cpu"), strict=True):
+        recordings = [getattr(load(data), part).inputs[own, 0, 0] // 2000 for own in rows]
+        assert [int(own.unique()) for own in recordings] == [(client + 2 * seed) % 10 for client in range(10)]
+
+
+def test_without_the_package_its_name_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [])
+    with pytest.raises(
+        MissingPackage, match=r"data\.name='watch' is in the package 'seglearn': pip install seglearn=="
+    ):
+        load(Source(**keys()))
