@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from fedbn_flwr.data.dataset import DataForm, DataSet
 from fedbn_flwr.data.examples import MASK
 from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import hold_out, partition, share_test
+from fedbn_flwr.data.schema import Problem
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, SettingsError
 from fedbn_flwr.results.metric_key import MetricKey
@@ -252,34 +253,36 @@ def shape_without_data(run: Settings) -> Shape:
 _ANY_LENGTH = 32  # stands for an unknown length when a model is tried
 
 
-def check_labels(run: Settings, dataset: DataSet | Shape) -> None:
-    """Raise an error if crops or augmentations don't suit the inputs, or the labels (one per example or per pixel)."""
+def label_problems(run: Settings, dataset: DataSet | Shape) -> Iterator[Problem]:
+    """Why crops or augmentations don't suit the inputs, or the labels (one per example or per pixel)."""
     name, data, cut, size = run.data.name, run.data, run.data.crop, dataset.size
     drawn = [kind for kind in data.augment or () if kind in AUGMENTATIONS]
     of_images = {"augment": drawn, "size": data.size, "crop": cut, "channels": data.channels}
     for key, value in of_images.items() if not dataset.is_image else ():
-        if value:
-            raise SettingsError(
-                f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape "
-                f"{list(dataset.shape)}; leave it out"
-            )
-    if (data.missing == "mean" or data.targets) and data.normalise != "moments":
-        given = f"data.targets is {data.targets!r}" if data.targets else f"data.missing is {data.missing!r}"
-        raise SettingsError(f"{given}, which needs data.normalise: moments, but data.normalise is {data.normalise!r}")
-    if data.targets and dataset.task is not REGRESSION:
-        raise SettingsError(
-            f"data.targets is {data.targets!r}, which is for regression targets, but {name!r} has labels for "
-            f"{dataset.task.name}; leave it out"
+        yield (
+            value,
+            f"data.{key} is {value!r}, which is for images, but {name!r} has inputs of shape {list(dataset.shape)}; "
+            "leave it out",
         )
-    if cut is not None and not dataset.dense:
-        raise SettingsError(
-            f"data.crop is {cut}, but {name!r} has one label per example; data.crop is for segmentation data "
-            "(data.augment has crops for classification: crop, resized_crop)"
+    for key, given in (("targets", data.targets), ("missing", data.missing == "mean" and "mean")):
+        yield (
+            given and data.normalise != "moments",
+            f"data.{key} is {given!r}, which needs data.normalise: moments, but data.normalise is {data.normalise!r}",
         )
-    if dataset.dense and (moved := [name_in(part) for part in data.augment or () if name_in(part) != "flip"]):
-        raise SettingsError(
-            f"data.augment: {moved[0]!r} would not transform the masks of segmentation data ({name!r}); use flip, and "
-            "data.crop"
-        )
-    if cut is not None and cut > min(size):
-        raise SettingsError(f"data.crop is {cut}, but the images of {name!r} have {'x'.join(map(str, size))} pixels")
+    yield (
+        data.targets and dataset.task is not REGRESSION,
+        f"data.targets is {data.targets!r}, which is for regression targets, but {name!r} has labels for "
+        f"{dataset.task.name}; leave it out",
+    )
+    yield (
+        cut is not None and not dataset.dense,
+        f"data.crop is {cut}, but {name!r} has one label per example; data.crop is for segmentation data "
+        "(data.augment has crops for classification: crop, resized_crop)",
+    )
+    for part in map(name_in, data.augment or ()) if dataset.dense else ():
+        said = f"data.augment: {part!r} would not transform the masks of segmentation data ({name!r}); use flip, and "
+        yield part != "flip", f"{said}data.crop"
+    yield (
+        cut is not None and cut > min(size),
+        f"data.crop is {cut}, but the images of {name!r} have {'x'.join(map(str, size))} pixels",
+    )

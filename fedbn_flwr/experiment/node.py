@@ -24,6 +24,7 @@ from fedbn_flwr.data.dataset import DataSet, Schema
 from fedbn_flwr.data.disclosed import answer, check_names
 from fedbn_flwr.data.kinds import KINDS
 from fedbn_flwr.data.partitions import hold_out
+from fedbn_flwr.data.schema import refuse
 from fedbn_flwr.errors import LOG, MessageError, SettingsError, did_you_mean, few, log_once
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
@@ -38,8 +39,8 @@ from fedbn_flwr.trees import Tree
 
 from .data import (
     at_site,
-    check_labels,
     client_batches,
+    label_problems,
     load_data,
     rows_by_domain,
     shape_without_data,
@@ -140,7 +141,7 @@ class ClientParts(RunParts):
                 f"{expected.name}; correct the labels, or set data.task"
             )
         if self.has_own_data:
-            check_labels(self.run, self.dataset)
+            refuse(label_problems(self.run, self.dataset))
             check_names(self.dataset, self.min_batch)
             return torch.arange(len(self.dataset.train)), torch.arange(len(self.dataset.test))
         train, test = shares_of(self.run.source, self.run.clients, self.run.seed, str(self.device))

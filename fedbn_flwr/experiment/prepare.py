@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,7 +33,7 @@ from fedbn_flwr.strategies import Rule, as_rule, broken_guarantees
 from fedbn_flwr.tasks import Task
 from fedbn_flwr.trees import Tree
 
-from .data import Shape, check_labels, try_data
+from .data import Shape, label_problems, try_data
 from .parts import Parts, has_own_loss, learning_rate, plain_loss
 from .settings import Experiment, Settings, name_in, options_in, strategy_name, tracker_of
 
@@ -71,7 +71,7 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
             raise SettingsError(f"track={tracker!r} is not a tracker; {hint}, or module:callable for your own")
         named.load("track", tracker)
     parts = Parts(run, name, rule)
-    check_labels(run, parts.shape)
+    refuse(label_problems(run, parts.shape))
     if parts.dataset is not None:
         try_data(run, parts.dataset, parts.partition[0])
     # Made now, so that their errors are reported before training.
@@ -80,7 +80,7 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
     if parts.dataset is not None and run.evaluate.validation:
         parts.held_out  # noqa: B018
     if not is_tried:
-        _check_norm(run, parts.model, rule)
+        refuse(norm_problems(run, parts.model.train(), rule))
         try_model(run, parts.model, parts.shape, parts.device)
         check_training(parts)
     if not run.rounds and run.model.weights is not None:
@@ -210,25 +210,26 @@ def _check_demands(spec: Tree, clients: int) -> None:
         _check_demands(base, clients)
 
 
-def _check_norm(run: Settings, model: nn.Module, rule: Rule) -> None:
-    others = [type(layer).__name__ for layer in norm_layers(model).values() if not isinstance(layer, _BatchNorm)]
-    model.train()
-    unseen, asks = run.evaluate.unseen, ""
-    if run.evaluate.statistics == "reestimated":
-        asks = "evaluate.statistics is 'reestimated'"
-    elif unseen.clients and "batch" in unseen.statistics:
-        asks = "evaluate.unseen.statistics has 'batch'"
-    if others and asks:
-        raise SettingsError(
-            f"{asks}, which measures inputs of batch norms, but {run.model.name!r} with norm {run.model.norm!r} has "
-            f"{others[0]}, whose statistics may be others; leave it out"
+def norm_problems(run: Settings, model: nn.Module, rule: Rule) -> Iterator[Problem]:
+    """What the settings, or the strategy, ask of batch norm that the model's other norms don't have."""
+    norms, unseen = [*norm_layers(model).values()], run.evaluate.unseen
+    other = next((type(layer).__name__ for layer in norms if not isinstance(layer, _BatchNorm)), None)
+    asked = {
+        "evaluate.statistics is 'reestimated'": run.evaluate.statistics == "reestimated",
+        "evaluate.unseen.statistics has 'batch'": unseen.clients and "batch" in unseen.statistics,
+    }
+    for words, is_asked in asked.items():
+        yield (
+            is_asked and other,
+            f"{words}, which measures inputs of batch norms, but {run.model.name!r} with norm {run.model.norm!r} has "
+            f"{other}, whose statistics may be others; leave it out",
         )
-    if rule.traits.min_batch and not exchanged_layers(model) and others:  # it raises for other kinds of batch norm
-        raise SettingsError(
-            f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches, but the layers of "
-            f"{run.model.name!r} that track statistics are {others[0]}, which normalises otherwise; use another "
-            "strategy, or a model with batch norm"
-        )
+    yield (
+        rule.traits.min_batch and not exchanged_layers(model) and other,  # it raises for other kinds of batch norm
+        f"strategy {strategy_name(run.strategy)} computes batch norm over the clients' batches, but the layers of "
+        f"{run.model.name!r} that track statistics are {other}, which normalises otherwise; use another strategy, or a "
+        "model with batch norm",
+    )
 
 
 def _check_weights(file: str, model: nn.Module) -> None:

@@ -693,11 +693,6 @@ def check_settings(settings: Tree) -> Settings:
         raise SettingsError(few(map(_explain, error.errors()), _EXPLAINED, "; ")) from None
 
 
-def completed(settings: Tree) -> Tree:
-    """The settings of a run, perhaps of an earlier version, with the defaults of keys that this version has added."""
-    return check_settings(settings).model_dump(mode="json")
-
-
 # Words of an experiment file, where pydantic uses Python's.
 _EXPECTED = {
     "tuple_type": "a list",

@@ -21,8 +21,8 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.judged import by_client
 from fedbn_flwr.results.report.rows import group
+from fedbn_flwr.results.report.tables import judged_table
 from fedbn_flwr.results.result import Result
 from fedbn_flwr.results.yaml_text import dump_yaml
 
@@ -61,14 +61,15 @@ def test_each_client_measures_what_direct_computation_gives(models: list[Result]
         assert [found.clients["own_examples"][str(client)] for client in range(4)] == counts
         assert own(found) == pytest.approx(expected, abs=1e-9)
         assert (found.summary.status, found.summary.rounds, len(found.lines)) == ("finished", 0, 1)
-    report = by_client(group(find_runs([tmp_path])))
+    found = {first: cells for first, *cells in judged_table(group(find_runs([tmp_path])))[1]}
     means = [np.average(expected, weights=counts) for expected in accuracies]
-    assert re.search(rf"weighted +150 +{means[0]:.2%} +{means[1]:.2%}", report)
+    assert found["weighted"] == ["150", *(f"{mean:.2%}" for mean in means)]
     tested = stats.ttest_rel(accuracies[1], accuracies[0])
     low, high = tested.confidence_interval(0.95)
     difference = np.mean(accuracies[1]) - np.mean(accuracies[0])
-    assert f": {difference:.2%}, the mean of 4 clients; 95 % interval {low:.2%} to {high:.2%}, p = " in report
-    assert f"p = {tested.pvalue:.2g}" in report
+    assert found["difference to the first"] == ["", "-", f"{100 * difference:+.2f}"]
+    assert found["95 % interval"] == ["", "-", f"{100 * low:+.2f} to {100 * high:+.2f}"]
+    assert found["p (Holm)"] == ["", "-", f"{tested.pvalue:.3f}"]
 
 
 def own(result: Result) -> list[float]:
@@ -169,7 +170,7 @@ def test_the_command_prints_a_table(models: list[Result], tmp_path: Path, capsys
     words = [word for model in models for word in ("--model", str(model.folder))]
     assert cli.main(["evaluate", str(tmp_path / "e.yaml"), *words, "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
-    assert "accuracy on each client's own test examples" in shown
-    assert f"{models[1].folder} minus {models[0].folder}: " in shown
+    table = shown[shown.index("accuracy on each client's own test examples") :].partition("\n\n")[0]
+    assert "difference to the first" in table
     assert cli.main(["report", str(tmp_path)]) == 0
-    assert "accuracy on own data" in capsys.readouterr().out
+    assert table in capsys.readouterr().out

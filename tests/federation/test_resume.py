@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import functools
 import hashlib
 import re
 import runpy
@@ -12,7 +10,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from flwr.serverapp import strategy as flower
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.commands import cli
-from fedbn_flwr.errors import RunFailed, SettingsError, UserError
+from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.data import forget_data
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
@@ -33,7 +31,6 @@ from fedbn_flwr.messages.gate import Gated
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.yaml_text import dump_yaml
 from fedbn_flwr.strategies import (
     FedBS,
     FixBN,
@@ -249,29 +246,6 @@ def test_only_settings_without_effect_may_change_before_a_resume(tmp_path: Path)
     history.write_text("".join(whole.splitlines(keepends=True)[:2]))
     with pytest.raises(SettingsError, match=r"of round 3, but history\.jsonl has the rounds \[1, 2\]"):
         session("FedAvg", tmp_path / "run")
-
-
-@pytest.mark.parametrize("absent", [("track",), ("engine", "together"), ("train", "clip"), ("evaluate", "domains")])
-def test_a_run_of_a_version_without_a_key_resumes_with_its_default(absent: Sequence[str], tmp_path: Path) -> None:
-    session("FedAvg", tmp_path / "run", 2)
-    run = RunFolder(tmp_path / "run")
-
-    def without_key(settings: Mapping[str, Any]) -> dict[str, Any]:
-        found = copy.deepcopy(dict(settings))
-        *path, last = absent
-        functools.reduce(dict.get, path, found).pop(last, None)  # type: ignore[arg-type, union-attr]
-        return found
-
-    whole, saved = run.config(), run.checkpoint.read()
-    (run.path / "config.yaml").write_text(dump_yaml(without_key(whole)))
-    run.write("environment.json", {**(run.read("environment.json") or {}), "commit": "another"})
-    states = list(run.checkpoint.clients())
-    run.checkpoint.write(dataclasses.replace(saved, settings=without_key(saved.settings)), states)
-    session("FedAvg", run.path, 3)
-    assert run.config() == whole
-    (run.path / "config.yaml").write_text(dump_yaml({**whole, "renamed": 1}))
-    with pytest.raises(UserError, match=r"config\.yaml'.*unknown key 'renamed'.*another version of fedbn-flwr has wri"):
-        session("FedAvg", run.path)
 
 
 def test_a_run_that_was_killed_after_its_last_round_finishes(straight: Callable[[str], Path], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fedbn_flwr.experiment.node import ClientMaker, make_client
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.registry import FLOWER, STRATEGIES
 from fedbn_flwr.experiment.run.loop import run_one
-from fedbn_flwr.experiment.settings import Experiment, completed
+from fedbn_flwr.experiment.settings import Experiment
 from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.folder.writer import RunFolder
 
@@ -106,7 +106,7 @@ def carried_out(
     """
     (prepared,) = prepare(experiment)
     run, config = RunFolder(out), prepared.run.model_dump(mode="json")
-    run.check(config, resume=True, complete=completed)
+    run.check(config, resume=True)
     done = run.begin(config)
     own = grid or LocalGrid(client_app(ClientMaker(experiment)), prepared.run.clients, workers=workers)
     try:

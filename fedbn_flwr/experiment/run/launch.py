@@ -36,7 +36,6 @@ from fedbn_flwr.results.folder.places import from_here, out_folder
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.naming import names_in, only_here
 from fedbn_flwr.results.read.runs import find_runs
-from fedbn_flwr.results.report.judged import by_client
 from fedbn_flwr.results.report.rows import Row, choose, group
 from fedbn_flwr.results.report.seen import decided, next_step, seen
 from fedbn_flwr.results.report.write import report_on
@@ -48,7 +47,7 @@ from ..listeners.progress import Progress, Reporter
 from ..node import ClientMaker
 from ..parts import Parts
 from ..prepare import check_rounds, prepare
-from ..settings import Experiment, completed
+from ..settings import Experiment
 from .loop import run_one
 from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
 from .survey import FILE, Survey
@@ -99,7 +98,7 @@ def open_folders(experiment: Experiment, out: Path, *, resume: bool) -> list[Run
                 f"{str(folder.path)!r} cannot be resumed: {min(lost).partition('@')[0]!r} was defined inside a "
                 "function, and nothing tells whether it is still the same; define it at the top of a module or cell"
             )
-        folder.check(given, resume=resume, complete=completed)
+        folder.check(given, resume=resume)
     there = (RunFolder(file.parent).config().get("name") for file in out.glob("*/config.yaml"))
     if (other := next(there, None)) not in (None, experiment.name):
         raise SettingsError(
@@ -162,7 +161,7 @@ def run_experiment(
             }
             with make_grid(item) as grid, folder.locked():  # no folder is made if no Ray cluster answers
                 # Another process may have begun this run while this one was loading data.
-                folder.check(given[place], resume=resume, complete=completed)
+                folder.check(given[place], resume=resume)
                 run_one(item, grid, folder, listener, folder.begin(given[place], about))
 
         progress.skip([place for place in range(len(folders)) if place not in todo], failed)
@@ -175,8 +174,7 @@ def run_experiment(
         try:
             every = group(find_runs([out]))
             surveys = [str(Survey.read(at.path)) for at in folders if (at.path / FILE).exists()]
-            judged = by_client([row for row in every if row.first.config.get("rounds") == 0])
-            report = "\n\n".join(filter(None, [*surveys, judged, report_on(every, out, whole=False)]))
+            report = "\n\n".join([*surveys, report_on(every, out, whole=False)])
         except (UserError, StorageError) as error:
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType
@@ -41,11 +41,8 @@ class RunFolder(RunReader):
         """The SHA-256 of history.jsonl, by which a checkpoint knows the rounds before it."""
         return self._lines.hexdigest()
 
-    def check(self, config: Tree, *, resume: bool, complete: Callable[[Tree], Tree] = dict) -> None:
-        """Raise an error if this would overwrite a run, or resume one with other settings.
-
-        `complete` gives settings that an earlier version has written the defaults of keys that it did not have.
-        """
+    def check(self, config: Tree, *, resume: bool) -> None:
+        """Raise an error if this would overwrite a run, or resume one with other settings."""
         existing = self.config()
         if not existing:
             if self.checkpoint.path.exists():
@@ -55,14 +52,8 @@ class RunFolder(RunReader):
             raise SettingsError(
                 f"{str(self.path)!r} holds a run already; give another --out, or --resume to continue it"
             )
-        last = _last_session(self.read("environment.json") or {})
-        if (missing := [key for key in config if key not in existing]) and _versions(last) == _versions(environment()):
+        if missing := [key for key in config if key not in existing]:
             raise damaged(self.path / "config.yaml", f"it lacks {', '.join(missing)}")
-        try:
-            existing = complete(existing)
-        except SettingsError as error:
-            reason = f"{error}; it is damaged, or another version of fedbn-flwr has written it"
-            raise damaged(self.path / "config.yaml", reason) from None
         if different := _difference(lasting(existing), lasting(config)):
             raise SettingsError(f"{str(self.path)!r} cannot be resumed with other settings: {different}")
 
@@ -97,8 +88,7 @@ class RunFolder(RunReader):
             if saved.unsaved is not None:
                 raise SettingsError(f"{str(self.path)!r} cannot be resumed: {saved.unsaved}")
             known = {**lasting(saved.settings), "token": saved.token}
-            # `check` has compared the keys that the checkpoint's version did not have.
-            if different := _difference(known, _with_keys_of(known, now)):
+            if different := _difference(known, now):
                 raise damaged(self.checkpoint.path, f"it belongs to another run: {different}")
         elif lost := len(self.history()):
             log_once(f"{self.path} has no checkpoint of its {lost} rounds; the run begins again at round 1")
@@ -114,7 +104,8 @@ class RunFolder(RunReader):
         kept |= {name: [line for line in self.lines(name) if 0 < line["round"] <= done] for name in LINES[1:]}
         summary = self.readable_summary()
         session = {**environment(), "modules": sources(config), **more}
-        if done and (different := _difference(_versions(_last_session(first)), _versions(session))):
+        before = [first, *first.get("resumed", [])][-1]
+        if done and (different := _difference(_versions(before), _versions(session))):
             log_once(
                 f"{self.path} continues with other code: {different}. Its later rounds may differ from an "
                 'uninterrupted run, and it may fail (docs/operations.md, "Upgrading")'
@@ -171,11 +162,6 @@ def _text_of(lines: Iterable[Tree]) -> str:
     return "".join(f"{to_json(line)}\n" for line in lines)
 
 
-def _last_session(about: Tree) -> Tree:
-    sessions: list[Tree] = [about, *about.get("resumed", [])]
-    return sessions[-1]
-
-
 def _versions(session: Tree) -> Tree:
     """The versions of the code that a session runs, from its entry in environment.json."""
     return {**session.get("versions", {}), "commit": session.get("commit")}
@@ -189,12 +175,3 @@ def _difference(before: Tree, now: Tree, prefix: str = "") -> str:
             inner = isinstance(was, Mapping) and isinstance(new, Mapping) and _difference(was, new, f"{prefix}{key}.")
             return inner or f"{prefix}{key} was {was!r} and is {new!r}"
     return ""
-
-
-def _with_keys_of(before: Tree, now: Tree) -> Tree:
-    """`now`, without the keys that `before` lacks, in sections too."""
-    pairs = ((key, before[key], value) for key, value in now.items() if key in before)
-    return {
-        key: _with_keys_of(was, new) if isinstance(was, Mapping) and isinstance(new, Mapping) else new
-        for key, was, new in pairs
-    }

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -86,7 +86,7 @@ def columns(rows: Sequence[Row], form: ReportForm) -> list[MetricKey]:
 def table(rows: Sequence[Row], form: ReportForm = DEFAULT) -> Lines:
     """Headings and cells as text; several seeds are shown as mean ± standard deviation, with their number."""
     shown, compared = columns(rows, form), against(rows, form)
-    headings = (f"difference to {form.baseline}", "95 % interval", "p (Holm)", "pairs") if compared else ()
+    headings = (f"difference to {form.baseline}", *_OF_PAIRS) if compared else ()
     lines: Lines = [("run", *(key.title for key in shown), *headings)]
     runs = [run.values for run in runs_of(rows)]
     digits = [key.digits([run[str(key)] for run in runs if str(key) in run]) for key in shown]
@@ -116,8 +116,8 @@ class Paired:
     p_holm: float = math.nan  # corrected for the number of rows that have a p value
 
 
-def paired(values: Mapping[int, float], base: Mapping[int, float], test_to_train: float = 0.0) -> Paired:
-    """`values` minus `base`, both by seed. Too few pairs, and differences that are all equal, have no p value.
+def paired(values: Mapping[Any, float], base: Mapping[Any, float], test_to_train: float = 0.0) -> Paired:
+    """`values` minus `base`, both by seed or by client. Too few pairs, and equal differences, have no p value.
 
     If each seed draws its own test split, training sets overlap, so the differences aren't independent: Nadeau and
     Bengio (2003, doi 10.1023/A:1024068626366) multiply their variance by 1/n + n_test/n_train instead of 1/n.
@@ -186,6 +186,9 @@ def held_out(row: Row) -> HeldOut | None:
     with suppress(ValidationError):  # a file that somebody changed
         return Source(test=(row.first.config.get("data") or {}).get("test")).held_out
     return None
+
+
+_OF_PAIRS = ("95 % interval", "p (Holm)", "pairs")
 
 
 def _of_pairs(found: Paired | None, key: MetricKey, digits: int) -> list[str]:
@@ -277,6 +280,31 @@ def client_table(rows: Sequence[Row]) -> Lines:
                 spreads = zip(*(spread(values, key) for values in seeds), strict=True)
                 lines.append((row.title, metric.title, count, *(as_measured(metric, values) for values in spreads)))
     return lines
+
+
+def judged_table(rows: Sequence[Row]) -> Table:
+    """What each client measured of the models that were given, not trained, and how they differ from the first one."""
+    runs = {row.label: row.counted[0] for row in rows if row.first.config.get("rounds") == 0}
+    own = MetricKey(next((run.summary.of_task.main for run in runs.values()), ""), "own")
+    found = [run.clients.get(str(MetricKey("examples", "own")), {}) for run in runs.values()]
+    counts = {client: count for counted in found for client, count in counted.items() if count}
+    tables = [
+        {client: value for client, value in run.clients.get(str(own), {}).items() if client in counts}
+        for run in runs.values()
+    ]
+    lines: Lines = [("client", "examples", *runs)]
+    for client in sorted(counts, key=int):
+        cells = [as_measured(own, [values[client]] if client in values else []) for values in tables]
+        lines.append((next(iter(runs.values())).files.name_of(client), f"{counts[client]:,.0f}", *cells))
+    means = [
+        [statistics.fmean(values.values(), [counts[each] for each in values])] if values else [] for values in tables
+    ]
+    lines.append(("weighted", f"{sum(counts.values()):,.0f}", *(as_measured(own, mean) for mean in means)))
+    pairs = with_holm({label: paired(values, tables[0]) for label, values in [*zip(runs, tables, strict=True)][1:]})
+    digits = own.digits([value for values in tables for value in values.values()])
+    columns = [("difference to the first", *_OF_PAIRS), *(_of_pairs(pairs.get(label), own, digits) for label in runs)]
+    lines += [(heading, "", *line) for heading, *line in zip(*columns, strict=True)] if pairs else []
+    return f"{own.of('').title} on each client's own test examples", lines if any(tables) else []
 
 
 def participation_table(rows: Sequence[Row]) -> Lines:
@@ -493,6 +521,7 @@ def tables(every: Sequence[Row], form: ReportForm = DEFAULT) -> list[Table]:
     rows = choose(every)
     found = [
         ("", table(rows, form)),
+        judged_table(rows),
         *(domain_table(rows, *domains) for domains in by_domain(rows).items()),
         ("clients with equal weights, last evaluated round", client_table(rows)),
         ("clients that took part", participation_table(rows)),
