@@ -59,6 +59,13 @@ def write_run(
             (folder / name).write_text(json.dumps(content))
 
 
+def write_seeds(folder: Path, accuracies: Mapping[str, Iterable[float]], **more: Any) -> None:
+    """A run for each accuracy of a label, with seeds from 0 on."""
+    for label, values in accuracies.items():
+        for seed, accuracy in enumerate(values):
+            write_run(folder / f"{label}{seed}", label, seed, accuracy=accuracy, **more)
+
+
 def rows_of(*folders: Path) -> list[Row]:
     """The rows of a report on the folders."""
     return group(find_runs(folders))

@@ -14,7 +14,6 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.source import Source
 from fedbn_flwr.errors import DataError, FedbnError
 from fedbn_flwr.experiment.data import load_data
-from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.settings import Data
 from tests.support.images import png, write_pictures
 
@@ -66,23 +65,6 @@ def test_sites_with_other_classes_number_them_as_all_do(tmp_path: Path) -> None:
         dataset = load_data(data, "cpu")
         assert dataset.class_names == names
         assert dataset.train.labels.tolist() == labels
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("data: {class_names: [a, a]}", "class_names is ['a', 'a']; expected different texts"),
-        (
-            "data: {class_names: [0, 1]}",
-            "data.class_names.0 is 0: expected a valid string",
-        ),
-        ("data: {class_names: [a, b], classes: 3}", "classes is 3, but class_names has 2"),
-    ],
-)
-def test_wrong_names_are_refused(text: str, message: str) -> None:
-    with pytest.raises(FedbnError) as error:
-        load_experiment(f"clients: 2\n{text}\n")
-    assert message in str(error.value)
 
 
 def test_names_of_embedded_data_must_be_theirs() -> None:

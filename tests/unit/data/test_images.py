@@ -170,20 +170,6 @@ def test_imagenet_is_a_folder_of_its_thousand_classes(folder: Path) -> None:
         torch.testing.assert_close(images[i], tv.pil_to_tensor(picture) / 255)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{memory: 0}", r"data\.memory is 0: expected a number above 0"),
-        ("{size: [32]}", r"data\.size: found \[32\]; expected pixels per side, or \[height, width\]"),
-        ("{fit: middle}", r"data\.fit is 'middle': expected 'stretch' or 'crop'"),
-        ("{crop: 7}", r"data\.crop is 7, but 'digits' has one label per example"),
-    ],
-)
-def test_bad_settings_are_named(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prepare(load_experiment(f"{{data: {text}}}"))
-
-
 # --- Segmentation data: Cityscapes in its own layout, and columns of masks.
 
 

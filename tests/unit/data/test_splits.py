@@ -24,7 +24,7 @@ from fedbn_flwr.data.load import load
 from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.data.partitions import partition as split
 from fedbn_flwr.data.source import HeldOut, Source
-from fedbn_flwr.errors import DataError, SettingsError
+from fedbn_flwr.errors import DataError
 from fedbn_flwr.experiment.file.layers import load_experiment
 
 SORTED = torch.arange(10).repeat_interleave(40)  # 400 images of ten classes
@@ -365,23 +365,6 @@ def test_the_columns_of_a_split_are_no_inputs(table: Path) -> None:
 def test_errors_name_the_key_and_the_column(table: Path, test: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         rows(table, **test)
-
-
-@pytest.mark.parametrize(
-    ("test", "message"),
-    [
-        ("{share: 0.2, folds: 5}", r"data\.test: expected either share, such as 0\.2, or folds"),
-        ("{by: patient}", r"data\.test: expected either share"),
-        ("{share: 0.2, by: patient, time: date}", r"data\.test: time is 'date', .*; leave by='patient' out"),
-        ("{share: 2}", r"data\.test\.share is 2: expected a number below 1"),
-        ("{share: 0.2, group: patient}", r"unknown key 'data\.test\.group' .*known: by, folds, share, split, time"),
-        ("{share: 0.2, split: seeds}", r"data\.test\.split: found 'seeds'; expected a number, or seed"),
-        ("[0.2]", r"data\.test: found \[0\.2\]; expected the name of a split, a share .*, or \{share: 0\.2"),
-    ],
-)
-def test_settings_say_what_is_wrong(test: str, message: str) -> None:
-    with pytest.raises(SettingsError, match=message):
-        load_experiment(f"{{data: {{test: {test}}}}}")
 
 
 def test_folds_replace_a_share_and_the_other_way_round() -> None:

@@ -224,6 +224,7 @@ def refused(text: str) -> str:
                 "use batches of two or more, or another norm, for instance model.norm: gn",
             ],
         ),
+        ("data: {crop: 7}", ["data.crop is 7, but 'digits' has one label per example"]),
         (VECTORS % "data: {examples: 2}", ["each client has one training example, and batch norm"]),
     ],
 )

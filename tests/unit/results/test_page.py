@@ -38,27 +38,21 @@ HOSTILE = (
 
 
 class Page(HTMLParser):
-    """The elements of a page, and the text of its table cells, headings and so on."""
+    """The elements of a page, and the text behind the start of each: of its table cells, headings and so on."""
 
     def __init__(self, file: Path) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, list[str]] = {}
-        self._open: list[str] = []
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        self._open.append(tag)
         self.texts.setdefault(tag, []).append("")
 
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self._open:
-            del self._open[len(self._open) - 1 - self._open[::-1].index(tag) :]
-
     def handle_data(self, data: str) -> None:
-        if self._open:
-            self.texts[self._open[-1]][-1] += data
+        if self.tags:
+            self.texts[self.tags[-1][0]][-1] += data
 
 
 def page_of(folder: Path) -> Page:

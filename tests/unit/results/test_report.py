@@ -34,7 +34,7 @@ from fedbn_flwr.results.report.tables import (
 from fedbn_flwr.results.report.write import write_report
 from tests.support.marks import slow_except
 from tests.support.refusals import refusal
-from tests.support.runs import change_summary, rows_of, write_run
+from tests.support.runs import change_summary, rows_of, write_run, write_seeds
 
 
 def domain_tables(rows: list[Row]) -> list[Lines]:
@@ -96,9 +96,7 @@ def test_a_row_without_a_global_model_is_in_the_panels_of_the_clients_only(tmp_p
 
 @pytest.mark.parametrize(("labels", "bands"), [("ABCDEFGH", 8), ("ABCDEFGHI", 0)])
 def test_the_title_speaks_of_bands_only_where_they_are_drawn(tmp_path: Path, labels: str, bands: int) -> None:
-    for label in labels:
-        for seed in (0, 1):
-            write_run(tmp_path / f"{label}{seed}", label, seed, accuracy=0.5 + seed / 10)
+    write_seeds(tmp_path, dict.fromkeys(labels, (0.5, 0.6)))
     picture = plot(rows_of(tmp_path))
     assert len(picture.axes[0].collections) == bands
     assert ("Band: ±" in picture.get_suptitle()) == bool(bands)
@@ -444,11 +442,9 @@ def test_what_a_comparison_has_shown(runs: dict[str, dict[str, Any]], sentence: 
 )
 def test_tuned_rows_are_decided_by_paired_tests(values: dict[str, list[float]], sentence: str, tmp_path: Path) -> None:
     """At 5 % for all comparisons with the best row together, without central training."""
-    for label, ends in {**values, "central": [1.0] * 3}.items():
-        data = CENTRAL if label == "central" else FEDERATED
-        config = data | {"cell": {"tune": {"train.lr": 0.1}, "row": label}}
-        for seed, accuracy in enumerate(ends):
-            write_run(tmp_path / f"{label}{seed}", label, seed, config=config, accuracy=accuracy)
+    cell = {"cell": {"tune": {"train.lr": 0.1}}}
+    write_seeds(tmp_path, values, config=FEDERATED | cell)
+    write_seeds(tmp_path, {"central": [1.0] * 3}, config=CENTRAL | cell)
     said = decided(rows_of(tmp_path)).partition(" (Paired")[0]
     assert said == sentence
 

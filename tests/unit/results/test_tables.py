@@ -35,7 +35,7 @@ from fedbn_flwr.results.report.tables import (
 )
 from fedbn_flwr.results.report.write import write_report
 from tests.support.refusals import refusal
-from tests.support.runs import rows_of, write_run
+from tests.support.runs import rows_of, write_run, write_seeds
 
 ACCURACIES = {"FedAvg & co": (0.70, 0.72, 0.74), "Fix_BN 100%": (0.75, 0.74, 0.80), "[c] Fed#TAN": (0.9, 0.9, 0.9)}
 
@@ -115,10 +115,8 @@ def test_splits_of_their_own_are_corrected_for_the_overlap_of_their_training_set
         "plain": "the seeds, not the",
     }
     for key, test in tests.items():
-        for label, values in (("A", one), ("B", two)):
-            for seed, accuracy in enumerate(values.tolist()):
-                config = {"data": {"name": "x", "test": test}}
-                write_run(tmp_path / key / f"{label}{seed}", label, seed, accuracy=accuracy, config=config)
+        config = {"data": {"name": "x", "test": test}}
+        write_seeds(tmp_path / key, {"A": one.tolist(), "B": two.tolist()}, config=config)
         write_report([tmp_path / key], tmp_path / "out", ReportForm(baseline="B"))
         frame = pd.read_csv(tmp_path / "out" / "report.csv", index_col="run")
         found = frame.loc["A", ["difference", "low", "high", "p"]].tolist()
@@ -157,9 +155,8 @@ def test_p_values_are_corrected_for_the_number_of_rows(tmp_path: Path) -> None:
     """Holm's example: the smallest of m times m, the next times m - 1, and none below the one before."""
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.7, 0.8]) == [1.0, 1.0]
-    for label, values in {"A": (0.1, 0.2, 0.3), "B": (0.4, 0.51, 0.6), "C": (0.1, 0.3, 0.35), "D": (0.9,)}.items():
-        for seed, accuracy in enumerate(values):
-            write_run(tmp_path / f"{label}{seed}", label, seed, accuracy=accuracy)
+    values = {"A": (0.1, 0.2, 0.3), "B": (0.4, 0.51, 0.6), "C": (0.1, 0.3, 0.35), "D": (0.9,)}
+    write_seeds(tmp_path, values)
     found = Results.read(tmp_path).frame(baseline="A")
     assert found.loc[["B", "C"], "p_holm"].tolist() == [2 * found.loc["B", "p"], found.loc["C", "p"]]
     assert found.loc[["A", "D"], "p_holm"].isna().all(), "no test, which doesn't count"
