@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from described import describe
-from results import Row, Run, Table, by_label, read, span, specification
+from results import Row, Run, Table, as_csv, by_label, read, span, specification
 
 from fedbn_flwr.experiment.file.content import shipped_experiments
 from fedbn_flwr.experiment.file.expansion import values_in_words
@@ -169,16 +169,14 @@ def status(item: Mapping[str, Any]) -> tuple[str, str]:
     return "; ".join(filter(None, words)), f"{span(done.values())} of {len(rows[found[-1][0].label])}"
 
 
-def papers() -> Table:
-    """Each table and figure, its experiment, and what was measured of it."""
+def papers() -> str:
+    """Each table and figure, its experiment, and what was measured of it, as docs/results/papers.csv has it."""
     used = {item["experiment"] for _, _, item in items()}
     shipped = {name for name in shipped_experiments() if "/" in name and (name in used or not name.startswith("ours/"))}
     if used != shipped:
         raise ValueError(f"index.yaml and the experiments differ: {sorted(used ^ shipped)}")
-    rows: list[Row] = []
-    for paper, title, item in items():
-        done, seeds = status(item)
-        page = f" ([results]({item['page']}))" if "page" in item else ""
-        command = " ".join([item["experiment"], *(f"'{change}'" for change in item.get("changes", []))])
-        rows.append((f"{paper}, {title}", f"`{command}`", done + page, seeds))
-    return ("item", "experiment", "measured", "seeds"), rows
+    rows = (
+        (paper, title, " ".join([item["experiment"], *item.get("changes", [])]), *status(item), item.get("page", ""))
+        for paper, title, item in items()
+    )
+    return as_csv(("paper", "item", "experiment", "measured", "seeds", "page"), rows)

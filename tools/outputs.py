@@ -40,18 +40,6 @@ def latency() -> Table:
     return ("clients", *columns, "round trips"), rows
 
 
-def apart() -> Table:
-    """How far two clients' statistics are from their mean after the last round."""
-    both = {each["run"]: each["clients"] for each in lines("fedwon/statistics/norms.jsonl")}
-    rows: list[Row] = []
-    for number, layer in enumerate(both["FedAvg"]["0"], 1):
-        shown = [f"{clients['0'][layer]['mean_deviation']:.2f}" for clients in both.values()]
-        shown += [f"{clients[key][layer]['variance_ratio']:.2f}" for clients in both.values() for key in clients]
-        rows.append((str(number), *shown))
-    variances = (f"{run}, variance of {domain}" for run in both for domain in ("MNIST", "MNIST-M"))
-    return ("layer", *(f"{run}, means" for run in both), *variances), rows
-
-
 CONNECT = 4  # round trips of a stream: TCP, TLS, HTTP/2, the token
 
 
@@ -109,8 +97,8 @@ def private() -> Table:
 ATTACKS = ("scaled", "statistics", "flipped", "noise")
 
 
-def robust(data: str) -> Table:
-    """A row for each strategy with each defence, a column for each attack and number of malicious clients."""
+def robust(data: str, *numbers: int) -> Table:
+    """A row for each strategy with each defence, a column for each attack and these numbers of malicious clients."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for line in lines("robust/runs.jsonl"):
         if line["set"] == data:
@@ -118,7 +106,7 @@ def robust(data: str) -> Table:
             value = line["accuracy"]
             of_row = found.setdefault((line["rule"], line["options"]), {})
             of_row[case] = "failed" if value is None else f"{100 * value:.1f}"
-    every = ("none", *(f"{attack} {count}" for attack in ATTACKS for count in (1, 2)))
+    every = ("none", *(f"{attack} {count}" for attack in ATTACKS for count in numbers))
     columns = [case for case in every if any(case in each for each in found.values())]
     order = itertools.product(("FedAvg", "FixBN", "FedTAN"), ("off", "bounds", "trimmed", "krum", "median"))
     rows: list[Row] = [
@@ -353,10 +341,11 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results hostile": hostile,
     "results network latency": latency,
     "results network accuracy": time_to_accuracy,
-    "results fedwon statistics": apart,
     "results secure": secure,
     "results private": private,
-    **{f"results robust {data}": functools.partial(robust, data) for data in ("digits", "cifar10", "digits-2")},
+    "results robust digits": functools.partial(robust, "digits", 1, 2),
+    "results robust cifar10": functools.partial(robust, "cifar10", 2),
+    "results robust digits-2": functools.partial(robust, "digits-2", 2),
     "results soak": soak,
     "results identified": identified,
     "results found in a list": found_in_list,

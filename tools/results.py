@@ -5,7 +5,9 @@ There tables.yaml says what the tables have, and claims.yaml what the papers cla
 
 from __future__ import annotations
 
+import csv
 import functools
+import io
 import itertools
 import json
 import math
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import yaml
 from scipy.special import stdtr, stdtrit
 
+from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.results.report.tables import FEWEST, Paired, holm, paired
 from fedbn_flwr.trees import flat_settings
 
@@ -172,7 +175,7 @@ def cell(kind: Mapping[str, Any], runs: Sequence[Run], label: str = "") -> str:
         value = methodcaller("late", "accuracy")
     if not (values := [*by_seed(done, value).values()]):
         return "-"
-    text = mean(values, digits)
+    text = mean([statistics.mean(values)] if kind.get("rank") else values, digits)
     if "beside" in kind:
         paper, table, place = kind["beside"]
         known = specification("published.yaml")[paper][table][label.partition(" ")[0]].get(place)
@@ -248,15 +251,12 @@ class Difference(NamedTuple):
     of_set: str = ""
     p: float = 1.0  # corrected for the table's entry
 
-    def cells(self) -> tuple[str, str, str, str]:
-        if not self.values:
-            return "-", "", "", ""
-        tested = "", ""
-        if self.test.pairs >= FEWEST:
-            p = "< 0.001" if self.p < 0.001 else f"{self.p:.1g}"
-            low, high = (round(end, 1) + 0.0 for end in (self.test.low, self.test.high))  # no -0.0
-            tested = f"{low:.1f} to {high:.1f}", p
-        return mean(self.values), str(len(self.values)), *tested
+    def __str__(self) -> str:
+        """The mean with its interval, or the difference of each seed if these are one or two."""
+        if self.test.pairs < FEWEST:
+            return mean(self.values) if self.values else "-"
+        centre, low, high = (round(each, 1) + 0.0 for each in (self.test.difference, self.test.low, self.test.high))
+        return f"{centre:.1f} ({low:.1f} to {high:.1f})"  # no -0.0
 
     # Two-sided p values, 1 without an interval.
 
@@ -319,16 +319,25 @@ def _difference(title: str, entry: Mapping[str, Any], first: str, second: str, *
     return Difference(title, entry.get("setup", ""), values, paired(one, other), margin, published, entry["set"])
 
 
-def compared(name: str) -> Table:
-    found = differences(name)
-    columns = {"difference": [each.title for each in found]}
-    if len({each.setup for each in found}) > 1:
-        columns["set-up"] = [each.setup for each in found]
-    if any(each.published is not None for each in found):
-        columns["paper"] = ["-" if each.published is None else f"{each.published:.1f}" for each in found]
-    tested = ("ours, points", "seeds", "95 % interval", "p (Holm)")
-    columns |= dict(zip(tested, map(list, zip(*(each.cells() for each in found), strict=True)), strict=True))
-    return (*columns,), [*zip(*columns.values(), strict=True)]
+def comparisons() -> str:
+    """Every difference as docs/results/differences.csv has it, in points; without an interval below three seeds."""
+    rows = list[tuple[str, ...]]()
+    for name, spec in specification("results/tables.yaml").items():
+        for each in differences(name) if "differences" in spec else ():
+            tested = (each.test.low, each.test.high, each.p) if each.test.pairs >= FEWEST else (None, None, None)
+            deviation = statistics.stdev(each.values) if len(each.values) > 1 else None
+            numbers = (each.published, statistics.mean(each.values), deviation, len(each.values), *tested)
+            cells = ("" if number is None else f"{number:.4g}" for number in numbers)
+            rows.append((each.title, each.setup, each.of_set, *cells))
+    return as_csv(
+        ("difference", "set-up", "set", "published", "mean", "deviation", "seeds", "low", "high", "p (Holm)"), rows
+    )
+
+
+def as_csv(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return text.getvalue()
 
 
 # --- claims -------------------------------------------------------------------------
@@ -403,7 +412,7 @@ def claims() -> Table:
         if "instead" in claim and not done.startswith("open"):  # other data or another network can't decide
             done = "supported on other data" if done == "supported" else f"open: {done}, but on other data"
         bracket = "; ".join(filter(None, (claim.get("instead"), *_setups(claim))))
-        measured = f"[{', '.join(each.cells()[0] for each in found)}]({claim.get('page')}) ({bracket})"
+        measured = f"[{', '.join(map(str, found))}]({claim.get('page')})" + (f"; {bracket}" if bracket else "")
         ours = measured if found else claim.get("counted", "")
         seeds = span(each.test.pairs for each in found) if found else ""
         published = str(claim.get("published", ", ".join(text for _, text in known)))
@@ -426,7 +435,7 @@ def advice() -> Table:
     rows: list[Row] = []
     for title, row in specification("results/tables.yaml")["advice"].items():
         shown = [
-            f"[{each.title}]({each.of_set}/report.json), {each.setup}: {each.cells()[0]} ({each.cells()[2]})"
+            f"[{each.title}]({each.of_set}/report.json), {each.setup}: {each}"
             for comparison in row["comparisons"]
             for each in _compared(comparison)
         ]
@@ -471,7 +480,8 @@ def setup(settings: Mapping[str, Any]) -> dict[str, str]:
     """What the table of a page's sets has of a run."""
     data, train = settings["data"], settings["train"]
     own = {key.partition("_")[0]: number for key, number in data["partition"].items() if isinstance(number, int)}
-    size = [f"{data['size']} pixels"] if data["size"] else []
+    other_size = data["size"] and data["size"] != CATALOGUE[data["name"]].size
+    size = [f"{data['size']} pixels"] if other_size else []
     kind = [] if data["partition"]["kind"] in own else [data["partition"]["kind"]]
     work = "epochs" if train.get("epochs") else "steps"
     return {
@@ -493,6 +503,9 @@ def common(values: Iterable[str]) -> str:
     return " / ".join([first, *(each.removeprefix(start) for each in others)])
 
 
+MANY = 5
+
+
 def sets(page: str) -> Table:
     """The sets of a page with their files: what most of their runs have, where sets differ, and their seeds."""
     found = dict[str, dict[str, str]]()
@@ -501,16 +514,28 @@ def sets(page: str) -> Table:
         runs = read(name.parent.as_posix())
         setups = [setup(run.settings) for run in runs]
         own = {key: common(each[key] for each in setups) for key in setups[0]}
-        found[f"[{file.parent.name}]({name.as_posix()})"] = own | {"seeds": str(len({run.seed for run in runs}))}
+        files = [each.relative_to(RESULTS) for each in sorted(file.parent.glob("settings*.yaml"))]
+        links = (f"[{each.stem.replace('-', ': ')}]({each.as_posix()})" for each in files)
+        title = ", ".join([f"[{file.parent.name}]({name.as_posix()})", *links])
+        found[title] = own | {"seeds": str(len({run.seed for run in runs}))}
     (*rows,) = found.values()
     columns = [key for key in rows[0] if len(rows) == 1 or len({row[key] for row in rows}) > 1]
-    return ("set", *columns), [(name, *(row[key] for key in columns)) for name, row in found.items()]
+    usual = dict[str, str]()
+    if len(rows) >= MANY:  # then a cell has what is unusual
+        most = {key: Counter(row[key] for row in rows).most_common(1)[0] for key in columns}
+        usual = {key: value for key, (value, count) in most.items() if 2 * count > len(rows)}
+        found = {"*where empty*": usual} | found
+    return ("set", *columns), [
+        (name, *("" if row is not usual and row[key] == usual.get(key) else row.get(key, "") for key in columns))
+        for name, row in found.items()
+    ]
 
 
 TABLES: dict[str, Callable[[], Table]] = {
     **{
-        name: functools.partial(compared if "differences" in spec else grid, name)
+        name: functools.partial(grid, name)
         for name, spec in specification("results/tables.yaml").items()
+        if "differences" not in spec
     },
     **{
         f"sets {page}": functools.partial(sets, page)
