@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from results import RESULTS, Row, Table, runs_of
+from results import RESULTS, Row, Table
 from scipy.stats import rankdata
 
 
@@ -38,31 +37,6 @@ def latency() -> Table:
         slope = (found[number, "FedTAN streams", 100] - found[number, "FedTAN streams", 0]) / 0.2  # 100 ms each way
         rows.append((str(number), *(f"{found[number, *each]:.2f} s" for each in columns.values()), f"{slope:.0f}"))
     return ("clients", *columns, "round trips"), rows
-
-
-CONNECT = 4  # round trips of a stream: TCP, TLS, HTTP/2, the token
-
-
-def time_to_accuracy() -> Table:
-    """When others reach 90 % before FedTAN, from the mean rounds in which MNIST's seeds first do.
-
-    A round takes R with every strategy. FedTAN's takes a round trip for each exchange, and some to connect.
-    """
-    rounds = dict[str, float]()
-    for name in ("FixBN", "FedAvg+GN", "FedTAN", "FedTAN-II M=10", "FedTAN-II M=50"):
-        curves = [run.curve for run in runs_of(f"mnist/noniid-lr0.5:{name}") if run.seed < 5]  # the seeds of all
-        reached = [next(point["round"] for point in curve if point["accuracy"] >= 0.9) for curve in curves]
-        rounds[name] = statistics.fmean(reached)
-
-    def limit(name: str, exchanges: int) -> str:
-        exchanging = int(name.rpartition("=")[2]) if "=" in name else 0
-        trips = (rounds["FedTAN"] - min(rounds[name], exchanging)) * (exchanges + CONNECT)
-        later = rounds[name] - rounds["FedTAN"]
-        return f"{later / trips:.3f} R" if later > 0 else "-"
-
-    rows: list[Row] = [(name, f"{each:.0f}", limit(name, 2), limit(name, 38)) for name, each in rounds.items()]
-    columns = ("strategy", "rounds to 90 %", "overtakes FedTAN above a round trip of (2 exchanges)")
-    return (*columns, "with 38 exchanges"), rows
 
 
 # --- secure aggregation, noise, malicious clients -----------------------------------
@@ -340,7 +314,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "results rivals": rivals,
     "results hostile": hostile,
     "results network latency": latency,
-    "results network accuracy": time_to_accuracy,
     "results secure": secure,
     "results private": private,
     "results robust digits": functools.partial(robust, "digits", 1, 2),

@@ -9,10 +9,13 @@ page; a row without a text in its last column is an error.
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
+import itertools
 import pkgutil
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -226,15 +229,37 @@ def _summary(named: object) -> str:
     return " ".join((inspect.getdoc(named) or "").partition("\n\n")[0].split())
 
 
-def command(name: str) -> Table:
+COMMANDS = (
+    "new", "explain", "run", "evaluate", "survey", "diagnose", "status", "report", "partition", "list", "check",
+    "model", "predict", "export", "adapt", "flwr",
+)  # fmt: skip
+
+
+def arguments(name: str) -> list[tuple[str, str]]:
+    """The arguments of a command with their meanings."""
     (commands,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
-    rows: list[Row] = []
+    rows: list[tuple[str, str]] = []
     for action in commands.choices[name]._actions:
         value = action.metavar or (f"{{{','.join(action.choices)}}}" if action.choices else "")
         shown = " ".join([*action.option_strings[-1:], *([str(value)] if action.nargs != 0 else [])])
         meaning = f"{action.help or ''}{' (required)' if action.required and action.option_strings else ''}"
         if action.dest != "help" and action.help != argparse.SUPPRESS:
             rows.append((f"`{shown.replace('|', chr(92) + '|')}`", meaning))
+    return rows
+
+
+@functools.cache
+def shared() -> list[tuple[str, str]]:
+    """The arguments that at least three commands have with the same meaning."""
+    found = Counter(itertools.chain.from_iterable(map(arguments, COMMANDS)))
+    return [row for row, count in found.items() if count >= 3]
+
+
+def command(name: str) -> Table:
+    rows: list[Row] = [row for row in arguments(name) if row not in shared()]
+    if several := [shown.partition(" ")[0].strip("`") for shown, _ in filter(shared().__contains__, arguments(name))]:
+        names = ", ".join(f"`{each}`" for each in several)
+        rows.append((names, "as [above](#arguments-of-several-commands)"))
     return ("argument", "meaning"), rows
 
 
@@ -253,27 +278,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "hooks of the client": partial(hooks, ClientRule, "when", "for instance"),
     "traits": partial(names_of, "Traits"),
     "local round": partial(names_of, "LocalRound"),
-    **{
-        f"command {name}": partial(command, name)
-        for name in [
-            "new",
-            "explain",
-            "run",
-            "evaluate",
-            "survey",
-            "diagnose",
-            "status",
-            "report",
-            "partition",
-            "list",
-            "check",
-            "model",
-            "predict",
-            "export",
-            "adapt",
-            "flwr",
-        ]
-    },
+    **{f"command {name}": partial(command, name) for name in COMMANDS},
+    "shared arguments": lambda: (("argument", "meaning"), [*shared()]),
     "coverage": measured.covered,
     **results.TABLES,
     **concepts.TABLES,
