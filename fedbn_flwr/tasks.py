@@ -48,9 +48,11 @@ def is_lower_better(key: str) -> bool:
 def range_of(key: str) -> tuple[float, float] | None:
     """The range of a metric in a reply, which may be about a test set: `accuracy`, `own-accuracy`, `own@sea-accuracy`.
 
-    None if it is not a metric of this library, and may have any form.
+    Without one it may be a percentage, as in Flower apps of other people. None if it is not a metric of this library,
+    and may have any form.
     """
-    return _RANGES.get(_OF_TEST_SET.sub("", key).replace("-", "_"))
+    name = _OF_TEST_SET.sub("", key)
+    return (0, 100) if name == key in SHARES else _RANGES.get(name.replace("-", "_"))
 
 
 def goodness(key: str, value: float) -> float:

@@ -91,6 +91,7 @@ ANSWERS: dict[str, tuple[str, Spoil, str]] = {
     "a list": ("evaluate", metrics(own_accuracy=[0.5, 0.5]), r"is \[0.5, 0.5\], expected a finite number"),
     "half an example": ("evaluate", metrics(own_num_examples=0.5), "it has 0.5 test examples"),
     "700 %": ("evaluate", metrics(own_accuracy=7.0), "its metric 'own-accuracy' is 7.0, expected a number from 0 to 1"),
+    "a percentage": ("evaluate", metrics(accuracy=70.0), "its accuracy is 70; expected 0 to 1"),
     "below zero": (
         "evaluate",
         metrics(own_accuracy=-0.1),

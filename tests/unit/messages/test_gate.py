@@ -178,6 +178,7 @@ def test_a_reply_has_a_limited_number_of_metrics_with_short_names_and_a_limited_
 )
 def test_a_metric_of_this_library_has_its_range(key: str) -> None:
     beyond = 70.0 if key.endswith("r2") else -0.1
+    assert reasons([reply(accuracy=93.5), reply(accuracy=100.5)])[0] is None, "an app of others has percentages"
     found = reasons([reply(**{key: value}) for value in (beyond, [0.5], 1 + 1e-7, 0.25)])
     assert [reason is None for reason in found] == [False, False, True, True]
     assert str(found[0]).startswith(f"its metric {key!r} is {beyond}, expected ")

@@ -418,12 +418,12 @@ def test_the_page_s_examples_work(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Reporting(BNClient):
-    """Three clients report a share and go up by 5, the others a percentage and go down."""
+    """Three clients go up by 5, the others go down, and report absurd numbers of examples."""
 
     def train_round(self, arrays: Arrays, config: Any, *rest: Any, **more: Any) -> Update:
-        step, accuracy = (5.0, 0.9) if self.identity["partition-id"] < 3 else (-5.0, 90.0)
+        step, examples = (5.0, 10) if self.identity["partition-id"] < 3 else (-5.0, 2 * 10**7)
         changed = {key: value + step for key, value in arrays.items()}
-        return Update(changed, {"num-examples": 10, "accuracy": accuracy}, {})
+        return Update(changed, {"num-examples": examples}, {})
 
 
 def reported(strategy: flower.Strategy, count: int) -> float:
@@ -441,7 +441,7 @@ def test_what_a_client_reports_does_not_decide_whether_the_change_of_another_one
 
 
 def test_the_wrapped_strategy_still_compares_replies_when_it_is_used_on_its_own() -> None:
-    """The two clients of five that report percentages are left out."""
+    """The two clients of five with absurd numbers of examples are left out."""
     base = FedAvg(fraction_evaluate=0.0)
     assert reported(Private(base, **WIDE), 5) == pytest.approx(1.0)
     assert reported(base, 5) == 5.0
