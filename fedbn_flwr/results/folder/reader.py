@@ -70,8 +70,8 @@ class RunReader:
 
     def name_of(self, client: int | str) -> str:
         """A client's number, with its name if it is known."""
-        found = self.partition()
-        return found.names[int(client)] if found and int(client) < len(found.names) else str(client)
+        names = enumerate(found.names) if (found := self.partition()) else ()
+        return {str(number): name for number, name in names}.get(str(client), str(client))
 
     def history(self) -> list[Tree]:
         return self.lines("history.jsonl")

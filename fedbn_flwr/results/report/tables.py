@@ -293,7 +293,7 @@ def judged_table(rows: Sequence[Row]) -> Table:
         for run in runs.values()
     ]
     lines: Lines = [("client", "examples", *runs)]
-    for client in sorted(counts, key=int):
+    for client in sorted(counts, key=lambda number: (len(number), number)):
         cells = [as_measured(own, [values[client]] if client in values else []) for values in tables]
         lines.append((next(iter(runs.values())).files.name_of(client), f"{counts[client]:,.0f}", *cells))
     means = [
