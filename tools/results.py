@@ -168,8 +168,6 @@ def cell(kind: Mapping[str, Any], runs: Sequence[Run], label: str = "") -> str:
             return f"{statistics.mean(run.summary['communication_rounds'] for run in done):,.0f}"
         case "MiB":
             return mean([(done[0].summary["bytes_down"] + done[0].summary["bytes_up"]) / 2**20], digits)
-        case "broadcast MiB":
-            return mean([done[0].summary["broadcast_bytes"] / 2**20], digits)
     value: str | Endpoint = in_rounds(kind["rounds"]) if "rounds" in kind else kind.get("key", "")
     if value == "late":
         value = methodcaller("late", "accuracy")
