@@ -198,14 +198,10 @@ class FedTANClient(ClientRule):
                 "FedTAN needs a layer that normalises with the statistics of its batch, and this client's model has "
                 "none (instance norms and frozen batch norms do not count); use FedAvg, or a model with batch norm"
             )
-        return LayerwiseStep(
-            local.exchange,
+        return local.layerwise(
             fused=config[protocol.EXCHANGE] == "fused",
             backward=bool(config.get(protocol.EXCHANGE_BACKWARD, True)),
-            examples=local.num_examples,
-            partition=local.partition,
             min_batch=int(config.get(protocol.EXCHANGE_MIN_BATCH, protocol.MIN_BATCH)),
-            own_min_batch=local.min_batch,
         )
 
 

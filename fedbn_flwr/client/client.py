@@ -27,7 +27,7 @@ from fedbn_flwr import seeding
 from fedbn_flwr.batch import ToPair, split_batch
 from fedbn_flwr.declared import checked
 from fedbn_flwr.errors import MessageError, SettingsError
-from fedbn_flwr.exchange.step import Exchange, no_exchange
+from fedbn_flwr.exchange.step import Exchange, LayerwiseStep, no_exchange
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -236,7 +236,13 @@ class BNClient(NumPyClient):
         local = self._load(arrays, config, extras)
         del arrays  # training needs the memory
         with local.resources:
-            local.exchange, local.num_examples = exchange, self.num_examples
+            local.layerwise = functools.partial(
+                LayerwiseStep,
+                exchange=exchange,
+                examples=self.num_examples,
+                partition=self.identity.get(protocol.PARTITION),
+                own_min_batch=self.min_batch,
+            )
             rules = [rule(local) for rule in wanted]
             trained = TRAINER.get()(self._training(local, rules))
             return self._update(local, rules, trained)
@@ -332,8 +338,6 @@ class BNClient(NumPyClient):
             state=self.state,
             model=self.model,
             epoch=functools.partial(self._epoch, round_of(config)),
-            partition=self.identity.get(protocol.PARTITION),
-            min_batch=self.min_batch,
         )
 
     def _training(self, local: LocalRound, rules: Sequence[ClientRule]) -> Training:
@@ -384,7 +388,7 @@ class BNClient(NumPyClient):
             problem = f"its {protocol.TRAIN_LOSS} is {trained.loss} (the client diverged?)"
         if problem:
             raise MessageError(f"{problem}; the client keeps its state from before this round")
-        metrics: Metrics = {protocol.NUM_EXAMPLES: local.num_examples, protocol.TRAIN_LOSS: trained.loss}
+        metrics: Metrics = {protocol.NUM_EXAMPLES: self.num_examples, protocol.TRAIN_LOSS: trained.loss}
         if config.get(protocol.REPORT_BATCH):
             metrics[protocol.BATCH_EXAMPLES] = trained.first_batch
         records: dict[str, Arrays] = {MODEL: taken}

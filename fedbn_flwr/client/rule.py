@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fedbn_flwr import extensions
 from fedbn_flwr.batch import Batch as Batch
 from fedbn_flwr.batch import Inputs, Outputs, Targets, Value
-from fedbn_flwr.exchange.step import Exchange
+from fedbn_flwr.exchange.step import LayerwiseStep
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
 from fedbn_flwr.messages.protocol import Config, Metrics
@@ -84,12 +84,9 @@ class LocalRound:
     model: nn.Module
     # One pass over the client's batches (inputs, targets); the order of the examples depends on its number.
     epoch: Callable[[int], Iterator[Batch]]
-    partition: int | None  # the client's, if its node has one
-    min_batch: int  # the smallest number of examples whose statistics the client sends
     resources: ExitStack = field(default_factory=ExitStack)  # closed when the round ends, with the error if it fails
     # Only rounds that train have these; the optimiser, which has the parameters that train, after the rules are made.
-    num_examples: int = field(init=False)
-    exchange: Exchange = field(init=False)  # with the other clients, of tensors of a layer
+    layerwise: Callable[..., LayerwiseStep] = field(init=False)  # makes this client's step with exchanges
     optimizer: LocalOptimizer = field(init=False)
 
 

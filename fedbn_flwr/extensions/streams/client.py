@@ -6,6 +6,7 @@ The values of an exchange are sent as the bytes of their records (a safetensors 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,7 +85,7 @@ class Streams(ClientRule):
             )  # fmt: skip
         except KeyError as error:
             raise MessageError(f"the message has {DIRECT!r} but no {error.args[0]!r}") from None
-        local.exchange = local.resources.enter_context(called)
+        local.layerwise = functools.partial(local.layerwise, exchange=local.resources.enter_context(called))
 
 
 @contextlib.contextmanager
