@@ -102,11 +102,10 @@ def _check_metrics(metrics: MetricRecord) -> None:
         limits = (0, MOST_EXAMPLES) if metric_name(key).endswith(_COUNTS) else range_of(key)
         numbers: Any = value if isinstance(value, list) and limits is None else [value]
         low, high = limits or (-math.inf, math.inf)
-        found = f"its metric {shown(key)} is {shown(value)}"
-        if not all(map(_is_number, numbers)):
-            raise MessageError(f"{found}, expected a finite number (the client diverged?)")
-        if not all(low <= number <= high + _ROUNDING for number in numbers):
-            raise MessageError(f"{found}, expected a number from {low:g} to {high}")
+        are_numbers = all(map(_is_number, numbers))
+        if not (are_numbers and all(low <= number <= high + _ROUNDING for number in numbers)):
+            expected = f"a number from {low:g} to {high}" if are_numbers else "a finite number (the client diverged?)"
+            raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected {expected}")
 
 
 def _is_number(value: object) -> bool:
