@@ -80,7 +80,8 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
     if parts.dataset is not None and run.evaluate.validation:
         parts.held_out  # noqa: B018
     if not is_tried:
-        refuse(norm_problems(run, parts.model.train(), rule))
+        parts.model.train()  # a user's may return nothing
+        refuse(norm_problems(run, parts.model, rule))
         try_model(run, parts.model, parts.shape, parts.device)
         check_training(parts)
     if not run.rounds and run.model.weights is not None:
