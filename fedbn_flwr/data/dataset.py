@@ -30,6 +30,14 @@ _MOST = 2**28  # bytes of an array that its checksum reads
 
 Schema = Mapping[str, list[str]]  # names and types of the inputs, names of the labels and of the classes
 
+
+def column_names(schema: Schema) -> list[str]:
+    """The names of the inputs, if these are columns of numbers or texts instead of one array or image per example."""
+    kinds = schema.get("types", [])
+    is_one = len(kinds) < 2 and any(kind == "array" or kind[:1].isupper() for kind in kinds)
+    return [] if is_one else [*schema.get("inputs", [])]
+
+
 BINS = 10  # of regression targets, where examples are drawn or divided in proportion to their targets
 
 

@@ -20,12 +20,12 @@ from fedbn_flwr.client.client import BNClient, Update
 from fedbn_flwr.client.rule import Loss, supports
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise, TestBatches
-from fedbn_flwr.data.dataset import DataSet, Schema
+from fedbn_flwr.data.dataset import DataSet, Schema, column_names
 from fedbn_flwr.data.disclosed import answer, check_names
 from fedbn_flwr.data.kinds import KINDS
 from fedbn_flwr.data.partitions import hold_out
 from fedbn_flwr.data.schema import refuse
-from fedbn_flwr.errors import LOG, MessageError, SettingsError, did_you_mean, few, log_once
+from fedbn_flwr.errors import LOG, MessageError, SettingsError, did_you_mean, error_if, few, log_once
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays
@@ -181,6 +181,11 @@ class ClientParts(RunParts):
         )
         normalise: Normalise = _not_agreed if agreed is None and self.sends_sums else self.normalise(agreed)
         units, dataset = self.units(agreed), self.dataset
+        own = {protocol.INPUTS: column_names(dataset.schema), protocol.CLASSES: [*dataset.class_names]}
+        for key in own.keys() & config.keys():
+            changed = own[key] and own[key] != config[key]
+            what = f"the {key.removeprefix(protocol.PREFIX)} of {run.data.name!r}"
+            error_if(changed, f"{what} aren't those on which the sites agreed before the first round", f": {own[key]}")
         kind = (run.model, run.seed, train.channels_last, dataset.shape, dataset.tokens, dataset.outputs)
         free = free_models(kind, str(self.device))
         try:

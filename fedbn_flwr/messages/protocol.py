@@ -40,6 +40,8 @@ KEPT = "fedbn.kept"
 RETURN = "fedbn.return"
 MEANS = "fedbn.means"
 DEVIATIONS = "fedbn.deviations"
+INPUTS = "fedbn.inputs"
+CLASSES = "fedbn.classes"
 REESTIMATE = "fedbn.reestimate"
 OWN_TESTS = "fedbn.own-tests"
 REPORT_BATCH = "fedbn.report-batch"
@@ -58,6 +60,8 @@ RUN_KEYS = {
     RETURN: Key("true", f"send the arrays of `{KEPT}` back in addition to the received ones"),
     MEANS: Key("floats", f"normalise inputs with these means of all clients' columns, along with `{DEVIATIONS}`"),
     DEVIATIONS: Key("floats", f"the standard deviations for `{MEANS}`"),
+    INPUTS: Key("names", "refuse unless the inputs of the client's own data have these names, in this order"),
+    CLASSES: Key("names", "refuse unless its classes have these names"),
     REESTIMATE: Key("true", "evaluate with batch norm's statistics of the client's training inputs"),
     OWN_TESTS: Key("true", "evaluate on the client's own test examples only, if there are some (only in experiments)"),
     REPORT_BATCH: Key("true", "also report the metric `batch-examples`, the examples in the first batch"),

@@ -247,6 +247,11 @@ def write_csv(file: Path, rows: list[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def read_csv(file: Path) -> list[dict[str, Any]]:
+    with file.open(newline="") as stream:
+        return [*csv.DictReader(stream)]
+
+
 def run_tables(
     folders: Sequence[Path] | None, out: Path, experiment: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], bytes]:
@@ -304,33 +309,45 @@ class Changes(Leaves):
 
     def __init__(self, gone: Sequence[int], file: Path, change: Callable[[Rows], Rows]) -> None:
         super().__init__(gone)
-        self.file, self.change = file, change
+        self.file, self.change, self.changed = file, change, False
 
     def leave(self) -> None:
-        with self.file.open(newline="") as stream:
-            rows = self.change([*csv.DictReader(stream)])
-        write_csv(self.file, rows)
+        if not self.changed:
+            write_csv(self.file, self.change(read_csv(self.file)))
+        self.changed = True
         forget_data()
         node._clients.cache_clear()
 
 
+def in_another_order(rows: Rows) -> Rows:
+    return [dict(reversed(row.items())) for row in rows]
+
+
 @pytest.mark.parametrize(
-    ("change", "leaves"),
+    ("change", "listed", "leaves"),
     [
-        (lambda rows: [{"height": 1, **dict(reversed(row.items()))} for row in rows], False),
-        (lambda rows: [{key: row[key] for key in row if key != "pressure"} for row in rows], True),
-        (lambda rows: [row | {"sex": "x"} for row in rows], True),
-        (lambda rows: [row | {"age": 1e6} for row in rows], True),
+        (lambda rows: [{"height": 1, **row} for row in in_another_order(rows)], True, False),
+        (in_another_order, False, True),
+        (lambda rows: [{key: row[key] for key in row if key != "pressure"} for row in rows], True, True),
+        (lambda rows: [row | {"sex": "x"} for row in rows], True, True),
+        (lambda rows: [row | {"age": 1e6} for row in rows], True, True),
     ],
-    ids=["other columns, in another order", "a column less", "a new category", "another unit"],
+    ids=["one more, another order", "another order of all", "a column less", "a new category", "another unit"],
 )
 def test_a_site_whose_table_changes_in_a_run_is_as_before_or_left_out(
-    change: Callable[[Rows], Rows], leaves: bool, tables: list[Path], tmp_path: Path
+    change: Callable[[Rows], Rows], listed: bool, leaves: bool, tables: list[Path], tmp_path: Path
 ) -> None:
+    data = TABLE["data"]
+    if not listed:
+        data = {key: data[key] for key in data if key not in ("inputs", "ranges")} | {"shape": [4]}
+        for file in tmp_path.glob("table-*/*.csv"):
+            write_csv(
+                file, [{key: row[key] for key in TABLE["data"]["inputs"] + ["outcome"]} for row in read_csv(file)]
+            )
     models = []
     for app in (Leaves((2, 3) if leaves else ()), Changes((2, 3), tables[2] / "train.csv", change)):
         out = tmp_path / type(app).__name__
-        run_config = {"experiment": json.dumps(TABLE | {"rounds": 3}), "out": str(out)}
+        run_config = {"experiment": json.dumps(TABLE | {"rounds": 3, "data": data}), "out": str(out)}
         configs = [{"data-path": str(folder)} for folder in tables]
         serve(LocalGrid(app, 3, run_config=run_config, node_config=configs), run_config)
         models.append((out / "FedAvg" / "model.safetensors").read_bytes())

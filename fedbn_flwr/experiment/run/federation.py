@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data import Moments
-from fedbn_flwr.data.dataset import Schema
+from fedbn_flwr.data.dataset import Schema, column_names
 from fedbn_flwr.data.disclosed import blank_answer
 from fedbn_flwr.data.moments import moments_from, totals
 from fedbn_flwr.engines.capabilities import wait_for_nodes
@@ -167,7 +167,7 @@ def _check_columns(parts: Parts, columns: Mapping[int, Schema]) -> None:
         named = {
             whose: names
             for whose, schema in found.items()
-            if (names := schema.get(key, [])) and (key == "classes" or _are_columns(schema))
+            if (names := column_names(schema) if key == "inputs" else schema.get(key, []))
         }
         for whose in [*named][1:]:
             first, expected = next(iter(named.items()))
@@ -177,12 +177,6 @@ def _check_columns(parts: Parts, columns: Mapping[int, Schema]) -> None:
                     f"name them in {setting}, in one order for all"
                 )
     refuse_nodes(problems)
-
-
-def _are_columns(schema: Schema) -> bool:
-    """Whether the inputs are columns of numbers or texts, instead of one array or image for each example."""
-    kinds = schema.get("types", [])
-    return len(kinds) > 1 or not any(kind == "array" or kind[:1].isupper() for kind in kinds)
 
 
 def _wrong_numbers(partitions: Mapping[int, int | None], clients: int) -> list[str]:
@@ -216,12 +210,12 @@ def agree(running: Running) -> Moments:
     answers = running.ask(CANNOT_BEGIN, protocol.SUMS_QUERY, partial(sums_problem, like), records=())
     sums = [reply.arrays["sums"] for reply in answers.values()]
     told = np.sum([each[0] for each in sums], axis=0)
-    if untold := [name for name, count in zip(column_names(running), told, strict=False) if not count]:
+    if untold := [name for name, count in zip(normalised_names(running), told, strict=False) if not count]:
         LOG.warning("no site tells the sums of %s, which isn't normalised (docs/privacy.md)", few(untold, 20))
     return moments_from(sums, told=True)
 
 
-def column_names(running: Running) -> list[str]:
+def normalised_names(running: Running) -> list[str]:
     """The names of the columns or channels that are normalised."""
     parts, columns = running.prepared, running.federation.schema.get("inputs", ())
     categories = parts.run.data.categories

@@ -29,7 +29,7 @@ from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.results.report.tables import as_text
 
 from ..listeners.listener import FinishedRound, Listener, Running
-from .federation import column_names, sums_problem
+from .federation import normalised_names, sums_problem
 
 FILE = "survey.json"
 _SITES, _LINES = 8, 40  # in the table
@@ -150,5 +150,5 @@ def _site(running: Running, answers: Sequence[Reply], layers: Mapping[str, tuple
     numbers = [None if (some == HIDDEN).any() else int(some.sum()) for some in counts.T]
     parts, of_sites = running.prepared, running.federation.schema
     classes = getattr(parts.dataset, "class_names", ()) or of_sites.get("classes", range(parts.shape.classes))
-    moments = dict(zip([*column_names(running), *map(str, classes)], map(moments_of, sums), strict=False))
+    moments = dict(zip([*normalised_names(running), *map(str, classes)], map(moments_of, sums), strict=False))
     return Site(total, moments, dict(zip(map(str, classes), numbers, strict=False)), layers)
