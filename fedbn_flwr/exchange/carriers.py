@@ -157,7 +157,14 @@ def contribution_problems(
 
     `unfinished` are the layers whose gradients are yet to come.
     """
-    refused = {
+    # It is fine if most clients do: they give weights, whose scale is free, as numbers of examples.
+    large = {
+        node: f"its batch has {contribution.batch} examples, but its data set has {contribution.examples}"
+        for node, contribution in contributions.items()
+        if contribution.batch > contribution.examples
+    }
+    refused = large if 2 * len(large) <= len(contributions) else {}
+    refused |= {
         node: why
         for node, contribution in contributions.items()
         if (why := contribution_problem(contribution, unfinished)) is not None
@@ -183,8 +190,6 @@ def contribution_problem(contribution: Contribution, unfinished: Collection[str]
             f"its batch has {contribution.batch} examples and {contribution.values} values per channel; expected one "
             "or more of each"
         )
-    if contribution.batch > contribution.examples:
-        return f"its batch has {contribution.batch} examples, but its data set has {contribution.examples}"
     if {*contribution.tensors} != _TENSORS.get(kind):
         forms = ", ".join(f"{kind} with {sorted(names)}" for kind, names in _TENSORS.items())
         return f"it sent {shown(kind)} with {shown(sorted(contribution.tensors))}; expected one of {forms}"
