@@ -42,7 +42,7 @@ def optimizers() -> list[str]:
 def arguments(place: str) -> dict[str, object]:
     """The arguments of a function or class `module:name` of this library, with annotations where these can be checked.
 
-    Those that `**options` passes on are those of the base class, or of what the class names as `wraps`.
+    What `**options` takes are the arguments of the base class, or of the strategy that the class names as `wraps`.
     """
     module, found = _defined(*place.split(":"))
     if found is None:

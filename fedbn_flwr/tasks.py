@@ -17,6 +17,7 @@ from .errors import SettingsError, did_you_mean
 # Metrics by name. The first line has those between 0 and 1, which are shown in percent.
 SHARES = ("accuracy", "balanced_accuracy", "macro_f1", "auc", "dice", "mean_iou")
 METRICS = (*SHARES, "rmse", "mae", "r2")
+ROUNDING = 1e-6  # a mean of float32 may be above 1
 
 _RANGES = {
     **dict.fromkeys(SHARES, (0, 1)),

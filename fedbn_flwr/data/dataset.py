@@ -19,6 +19,7 @@ from torch import Tensor
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, tensors
 from fedbn_flwr.errors import DataError, error_if, log_once
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATION, Task
 
 from . import Moments, Size
@@ -31,11 +32,15 @@ _MOST = 2**28  # bytes of an array that its checksum reads
 Schema = Mapping[str, list[str]]  # names and types of the inputs, names of the labels and of the classes
 
 
-def column_names(schema: Schema) -> list[str]:
-    """The names of the inputs, if these are columns of numbers or texts instead of one array or image per example."""
+def agreed_names(schema: Schema) -> dict[str, list[str]]:
+    """The names of columns and of classes that all clients' data must have, by the keys of messages.
+
+    Inputs that are one array or image for each example have no such names.
+    """
     kinds = schema.get("types", [])
     is_one = len(kinds) < 2 and any(kind == "array" or kind[:1].isupper() for kind in kinds)
-    return [] if is_one else [*schema.get("inputs", [])]
+    inputs = [] if is_one else [*schema.get("inputs", ())]
+    return {protocol.INPUTS: inputs, protocol.CLASSES: [*schema.get("classes", ())]}
 
 
 BINS = 10  # of regression targets, where examples are drawn or divided in proportion to their targets

@@ -20,7 +20,7 @@ from fedbn_flwr.client.client import BNClient, Update
 from fedbn_flwr.client.rule import Loss, supports
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.batches import Normalise, TestBatches
-from fedbn_flwr.data.dataset import DataSet, Schema, column_names
+from fedbn_flwr.data.dataset import DataSet, Schema, agreed_names
 from fedbn_flwr.data.disclosed import answer, check_names
 from fedbn_flwr.data.kinds import KINDS
 from fedbn_flwr.data.partitions import hold_out
@@ -181,11 +181,10 @@ class ClientParts(RunParts):
         )
         normalise: Normalise = _not_agreed if agreed is None and self.sends_sums else self.normalise(agreed)
         units, dataset = self.units(agreed), self.dataset
-        own = {protocol.INPUTS: column_names(dataset.schema), protocol.CLASSES: [*dataset.class_names]}
-        for key in own.keys() & config.keys():
-            changed = own[key] and own[key] != config[key]
+        for key, own in agreed_names(dataset.schema).items():
+            changed = own and own != config.get(key, own)
             what = f"the {key.removeprefix(protocol.PREFIX)} of {run.data.name!r}"
-            error_if(changed, f"{what} aren't those on which the sites agreed before the first round", f": {own[key]}")
+            error_if(changed, f"{what} aren't those on which the sites agreed before the first round", f": {own}")
         kind = (run.model, run.seed, train.channels_last, dataset.shape, dataset.tokens, dataset.outputs)
         free = free_models(kind, str(self.device))
         try:

@@ -169,8 +169,8 @@ def _declared(name: str) -> Tree:
 
 def _check_values(name: str, options: Tree, section: str, declared: Tree) -> None:
     limits = _LIMITS | (_OF_FLOWER if name in FLOWER else {})
-    for key in options.keys() & declared.keys():
-        hint: Any = declared[key]
+    for key in options:
+        hint: Any = declared.get(key)
         if hint is not None and key in limits:  # in place of the limits that it has in Python
             hint = Annotated[getattr(hint, "__origin__", hint), *limits[key]]
         if hint is not None:

@@ -225,7 +225,7 @@ class Model(Section):
     def problems(self) -> Iterator[Problem]:
         if self.name in MODELS:
             check_options(self.name, self.options, arguments_of(self.name))
-        yield False, ""
+        yield from ()
 
 
 MILESTONES = (0.5, 0.75)

@@ -4,8 +4,8 @@ Clients run on other people's machines, so a reply may contain anything. The gat
 becomes an error reply with the reason. It reads each array once and keeps it in memory. Behind the gate
 
 - arrays are NumPy arrays of numbers with the declared dtype and shape,
-- metrics are finite numbers or lists of them. Those of this library are one number in its range: an accuracy between 0
-  and 1, a number of examples between 0 and 2**31,
+- metrics are finite numbers or lists of them. A metric of this library is one number in its range, such as a number of
+  examples between 0 and 2**31; an accuracy may be a percentage,
 - a partition is a whole number, zero or more.
 
 Checks that need the model or the round (`limits.form_problem`, `Rule.problem`) come later, and last the comparisons:
@@ -25,7 +25,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 
 from fedbn_flwr.errors import MessageError
 from fedbn_flwr.norms.roles import Role, of_roles
-from fedbn_flwr.tasks import range_of
+from fedbn_flwr.tasks import ROUNDING, range_of
 
 from . import protocol
 from .arrays import Array, Arrays, record_of
@@ -40,7 +40,6 @@ _MANY = 10_000_000  # examples
 _MOST_BYTES = 1 << 18  # in names and numbers: enough for 1,000 metrics, or a list with numbers of 30,000 classes
 # The last words of the names of counts; the name of a test set may come before them.
 _COUNTS = (protocol.NUM_EXAMPLES, protocol.BATCH_EXAMPLES, protocol.BATCH_VALUES)
-_ROUNDING = 1e-6  # a mean of float32 may be above 1
 
 
 class Gated(list[Message]):
@@ -103,7 +102,7 @@ def _check_metrics(metrics: MetricRecord) -> None:
         numbers: Any = value if isinstance(value, list) and limits is None else [value]
         low, high = limits or (-math.inf, math.inf)
         are_numbers = all(map(_is_number, numbers))
-        if not (are_numbers and all(low <= number <= high + _ROUNDING for number in numbers)):
+        if not (are_numbers and all(low <= number <= high + ROUNDING for number in numbers)):
             expected = f"a number from {low:g} to {high}" if are_numbers else "a finite number (the client diverged?)"
             raise MessageError(f"its metric {shown(key)} is {shown(value)}, expected {expected}")
 

@@ -306,7 +306,7 @@ def test_an_experiment_with_parts_of_the_user_has_the_arrays_of_the_local_engine
 
     A closure of a script, which no machine can import, makes the same network.
     """
-    cluster.close()  # with the actors of the tests above, which have the room of those of the commands below
+    cluster.close()  # the actors of the tests above have the room that the commands below need
     (tmp_path / "my_parts.py").write_text(PARTS)
     (tmp_path / "my_layers.py").write_text("from torch import nn\n\ndef layer(n):\n    return nn.Linear(8, n)\n")
     (tmp_path / "mine.yaml").write_text(EXPERIMENT)

@@ -121,6 +121,13 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     return run
 
 
+def answered(node: Node, message: str) -> Iterator[None]:
+    node.gets(message)
+    yield
+    ClientApp(node.state).read().reply().end()
+    yield
+
+
 def test_a_late_reply_does_not_delay_the_next_ones(play: Play) -> None:
     """Flower gives up one ClientApp when another one has read its message, and this one gets the error."""
 
@@ -138,10 +145,7 @@ def test_a_late_reply_does_not_delay_the_next_ones(play: Play) -> None:
         second.reply().end()
         yield
         yield
-        node.gets("three")
-        yield
-        ClientApp(node.state).read().reply().end()
-        yield
+        yield from answered(node, "three")
         yield
 
     assert play(steps).sent[-2:] == [("two", False), ("three", False)]
@@ -160,10 +164,7 @@ def test_a_clientapp_that_ended_without_a_reply_is_an_error(end: Callable[[Clien
         yield
         end(ClientApp(node.state))
         yield
-        node.gets("two")
-        yield
-        ClientApp(node.state).read().reply().end()
-        yield
+        yield from answered(node, "two")
 
     assert play(steps).sent == [("one", True), ("two", False)]
 
@@ -176,10 +177,7 @@ def test_a_reply_of_which_a_part_is_missing_is_given_up(play: Play, flower_log: 
         yield
         app.killed()
         yield
-        node.gets("two")
-        yield
-        ClientApp(node.state).read().reply().end()
-        yield
+        yield from answered(node, "two")
 
     assert play(steps).sent == [("one", False), ("two", False)]
     assert "its ClientApp ended before it had handed over the whole reply" in flower_log.text

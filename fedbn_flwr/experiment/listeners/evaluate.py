@@ -31,7 +31,7 @@ from fedbn_flwr.results.folder.clients import by_metric, spread
 from fedbn_flwr.results.metric_key import CLIENTS, MetricKey
 from fedbn_flwr.results.units import in_units
 from fedbn_flwr.strategies import evaluation_round
-from fedbn_flwr.tasks import SHARES, goodness, title_of
+from fedbn_flwr.tasks import ROUNDING, SHARES, goodness, title_of
 from fedbn_flwr.trees import Draft, Tree
 
 from ..data import rows_by_domain
@@ -140,7 +140,7 @@ class Evaluate(Listener):
         lacks = examples and MetricKey(main, "own") not in values and not self.prepared.run.rounds
         if examples % 1 or lacks:
             return f"it has {examples:g} test examples and reports {shown([*reply.metrics])}; expected {main} too"
-        shares = [(key.name, value) for key, value in values.items() if key.name in SHARES and value > 1 + 1e-6]
+        shares = [(key.name, value) for key, value in values.items() if key.name in SHARES and value > 1 + ROUNDING]
         return f"its {title_of(shares[0][0])} is {shares[0][1]:g}; expected 0 to 1" if shares else None
 
     def _load(self, arrays: ArrayRecord, examples: TestBatches, queried: bool) -> str:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbn_flwr.data import Moments
-from fedbn_flwr.data.dataset import Schema, column_names
+from fedbn_flwr.data.dataset import Schema, agreed_names
 from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Config
@@ -57,8 +57,7 @@ class Running:
     @property
     def config(self) -> Config:
         """The config that the messages of all rounds share: the run, and on what the sites agreed before the first."""
-        moments, schema = map(list, self.agreed or ()), self.federation.schema
-        names = {protocol.INPUTS: column_names(schema), protocol.CLASSES: [*schema.get("classes", ())]}
+        moments, names = map(list, self.agreed or ()), agreed_names(self.federation.schema)
         return {
             **self.identity,
             **dict(zip((protocol.MEANS, protocol.DEVIATIONS), moments, strict=False)),

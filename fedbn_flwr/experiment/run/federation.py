@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.data import Moments
-from fedbn_flwr.data.dataset import Schema, column_names
+from fedbn_flwr.data.dataset import Schema, agreed_names
 from fedbn_flwr.data.disclosed import blank_answer
 from fedbn_flwr.data.moments import moments_from, totals
 from fedbn_flwr.engines.capabilities import wait_for_nodes
@@ -163,17 +163,14 @@ def _check_columns(parts: Parts, columns: Mapping[int, Schema]) -> None:
     if parts.dataset is not None:
         found = {"the server": parts.dataset.schema, **found}
     problems: list[str] = []
-    for key, setting in (("inputs", "data.inputs"), ("classes", "data.class_names")):
-        named = {
-            whose: names
-            for whose, schema in found.items()
-            if (names := column_names(schema) if key == "inputs" else schema.get(key, []))
-        }
+    for key, setting in ((protocol.INPUTS, "data.inputs"), (protocol.CLASSES, "data.class_names")):
+        named = {whose: names for whose, schema in found.items() if (names := agreed_names(schema)[key])}
+        what = key.removeprefix(protocol.PREFIX)
         for whose in [*named][1:]:
             first, expected = next(iter(named.items()))
             if named[whose] != expected:
                 problems.append(
-                    f"{whose}: its data have the {key} {few(named[whose], 20)}, but {first} has {few(expected, 20)}; "
+                    f"{whose}: its data have the {what} {few(named[whose], 20)}, but {first} has {few(expected, 20)}; "
                     f"name them in {setting}, in one order for all"
                 )
     refuse_nodes(problems)
