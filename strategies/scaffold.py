@@ -67,7 +67,7 @@ class Scaffold(FedAvg):
         return {CONTROL: True}
 
     def records(self, round: Round) -> dict[str, Arrays]:
-        connected, number = list(round.grid.get_node_ids()), self.memory.partitions
+        connected, number = list(round.grid.get_node_ids()), self.roster.numbers
         known = {number[node] for node in connected if node in number}
         # N: clients may join, be away, or have another node id since a restart.
         number_of_clients = max(len(connected), len(known.union(self.memory.added)), 1)

@@ -39,7 +39,7 @@ class Base(Hooks):
 
     @dataclass
     class Memory(Hooks.Memory):
-        partitions: dict[int, int] = field(default_factory=dict)  # by node id, for nodes that have reported it
+        partitions: dict[int, int | None] = field(default_factory=dict)  # by node id; None is a node without one
 
     memory: Memory
     weighted_by_key: str = protocol.NUM_EXAMPLES  # the metric that weights replies
@@ -58,7 +58,6 @@ class Base(Hooks):
 
     def __init__(self) -> None:
         self.memory, self.chain = self.Memory(), (self,)
-        self._unnumbered = set[int]()  # the nodes that have reported that they have no partition; not saved
         self.training, self.evaluation = Poll(), Poll()  # of the last round, and of the last evaluation
 
     @functools.cached_property
@@ -76,7 +75,7 @@ class Base(Hooks):
     @property
     def roster(self) -> Roster:
         """The clients of the run; their partitions are in `memory`, so that a checkpoint has them."""
-        return Roster(self.memory.partitions, self._unnumbered)
+        return Roster(self.memory.partitions)
 
     def poll_of(self, messages: Iterable[Message], arrays: ArrayRecord) -> Poll:
         """The nodes that these messages ask, of which `min_train_nodes` must answer; `arrays` is the model in them."""
@@ -92,7 +91,7 @@ class Base(Hooks):
     def ask_for_partitions(self, round: Round, nodes: Iterable[int]) -> None:
         """Ask these nodes for their partitions unless they are known, since node ids are random in every run."""
         roster = self.roster
-        unknown = [node for node in nodes if node not in roster.partitions and node not in roster.unnumbered]
+        unknown = [node for node in nodes if node not in roster.partitions]
         content, poll = RecordDict({self.configrecord_key: ConfigRecord(protocol.run_keys(round.config))}), Poll()
         queries = [Message(content, node, protocol.PARTITION_QUERY) for node in unknown]
         poll.read(round.grid.send_and_receive(queries, timeout=self.node_timeout) if queries else (), records=None)
@@ -114,7 +113,6 @@ class Base(Hooks):
         tracked = [key for key, role in roles(arrays).items() if role is Role.STATISTICS]
         if tracked and self.without_statistics:
             raise SettingsError(self.without_statistics.format(tracked[0]))
-        self._unnumbered = set()
         self._remember()
 
     def global_model(self, round: Round) -> ArrayRecord:

@@ -24,40 +24,47 @@ from fedbn_flwr.tasks import METRICS
 class Roster:
     """The partitions that nodes have reported, by which clients are known: node ids are random in every run."""
 
-    partitions: dict[int, int] = field(default_factory=dict)  # by node id
-    unnumbered: set[int] = field(default_factory=set)  # the nodes that have reported that they have no partition
+    partitions: dict[int, int | None] = field(default_factory=dict)  # by node id; None is a node without one
 
     def learn(self, reported: Mapping[int, int | None]) -> dict[int, str]:
-        """Add what nodes report, and return the problems of those that reported another partition before.
+        """Add what nodes report, and return the problems of those that no client of the run can be.
 
-        Two nodes may report the same one: a node may return under another id, and it is not known which one is right.
+        All clients have a number, or none has, as most of the first replies do. Two nodes may report the same one: a
+        client may return under another node id, and it is not known which one is right.
         """
-        numbers = {node: number for node, number in reported.items() if number is not None}
-        self.unnumbered.update(reported.keys() - numbers.keys())
-        known = {node: self.partitions.setdefault(node, number) for node, number in numbers.items()}
-        return {
-            node: f"its partition-id is {number}, and it reported {known[node]} before"
-            for node, number in numbers.items()
-            if number != known[node]
-        }
+        known = [*self.partitions.values()] or [*reported.values()]
+        numbered = 2 * known.count(None) <= len(known)
+        problems: dict[int, str] = {}
+        for node, number in sorted(reported.items()):
+            if node not in self.partitions and (number is not None) != numbered:
+                odd, most = ("no", "one") if numbered else ("a", "none")
+                problems[node] = f"it has {odd} partition-id, and most clients have {most}"
+            elif number not in (None, before := self.partitions.setdefault(node, number)):
+                problems[node] = f"its partition-id is {number}, and it reported {before} before"
+        return problems
+
+    @property
+    def numbers(self) -> dict[int, int]:
+        """The partitions by node id, without the nodes that have none."""
+        return {node: number for node, number in self.partitions.items() if number is not None}
 
     def client(self, node: int) -> int:
         """The number of a node's client, as `client_number` on the client: its partition or, without one, the node."""
-        return self.partitions.get(node, node)
+        number = self.partitions.get(node)
+        return node if number is None else number
 
-    def position(self, node: int) -> tuple[int, int, int]:
+    def position(self, node: int) -> tuple[bool, int]:
         """The sort key of a node: its partition; nodes that have not reported one follow, sorted by node id."""
-        partition = self.partitions.get(node)
-        return (1, 0, node) if partition is None else (0, partition, node)
+        return self.partitions.get(node) is None, self.client(node)
 
     def name(self, node: int) -> str:
-        partition = self.partitions.get(node)
-        return f"node {node}" if partition is None else f"client {partition} (node {node})"
+        number = self.partitions.get(node)
+        return f"node {node}" if number is None else f"client {number} (node {node})"
 
     def absent(self, nodes: Iterable[int]) -> list[str]:
         """The names of the clients that none of these nodes serves; one that is back may have another node id."""
         here = {*map(self.client, nodes)}
-        away = [node for node, client in self.partitions.items() if client not in here]
+        away = [node for node, client in self.numbers.items() if client not in here]
         return [self.name(node) for node in sorted(away, key=self.position)]
 
 
@@ -149,8 +156,8 @@ class Poll:
         nodes = self.admit(what, self.partitions, self.problems)
         replies = [self.usable[node] for node in nodes]
         for one, other in pairwise(nodes):  # a client that is back has another node id, but answers once
-            if (partition := self.partitions[one]) is not None and partition == self.partitions[other]:
-                log_once(f"nodes {one} and {other} report the same partition-id {partition}; give each node its own")
+            if self.roster.client(one) == (client := self.roster.client(other)):
+                log_once(f"nodes {one} and {other} report the same partition-id {client}; give each node its own")
         self._warn_of_metrics(replies)
         return replies
 

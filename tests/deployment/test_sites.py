@@ -178,7 +178,7 @@ NAMED = r"cannot begin:(.|\n)*client 1 .*"
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"app": WithoutPartitions([1])}, "node 2 has no partition-id, but other nodes have one"),
+        ({"app": WithoutPartitions([1])}, "node 2: it has no partition-id, and most clients have one"),
         ({"data": DATA | {"classes": 4}}, NAMED + r"data\.classes is \.\.\., but data-path has "),
         ({"data": DATA | {"channels": 1}}, NAMED + r"data\.channels is \.\.\., but data-path has "),
         (

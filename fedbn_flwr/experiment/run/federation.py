@@ -127,12 +127,16 @@ def check_nodes(grid: Grid, run: Settings, config: Config) -> Federation:
     nodes, replies = _ask(grid, run, RecordDict({"config": ConfigRecord({**config, protocol.READY: True})}))
     poll = Poll(asked=nodes, needed=len(nodes))
     poll.read(replies, records=None)
-    poll.check(_identity_problem)
+    poll.check(partial(_identity_problem, run.clients))
     poll.close(CANNOT_BEGIN)
-    refuse_nodes(_wrong_numbers(poll.partitions, run.clients))
+    by_client: dict[int, int] = {}
+    for node in poll.left:
+        if (other := by_client.setdefault(poll.roster.client(node), node)) != node:
+            refuse_nodes([f"{poll.roster.name(node)}: node {other} has this partition-id too; give each node its own"])
+    if len(nodes) != run.clients:
+        refuse_nodes([f"{len(nodes)} nodes are connected, expected {run.clients}"])
     answers = poll.answers()
     said = {client: reply.metrics for client, reply in answers.items()}
-    by_client = {poll.roster.client(node): node for node in poll.left}
     return Federation(
         by_client,
         {client: answer[protocol.STATE_ROUND] for client, answer in said.items() if protocol.STATE_ROUND in answer},
@@ -143,8 +147,10 @@ def check_nodes(grid: Grid, run: Settings, config: Config) -> Federation:
     )
 
 
-def _identity_problem(reply: Reply) -> str | None:
+def _identity_problem(clients: int, reply: Reply) -> str | None:
     """Why an answer to the partition query cannot be used, or None."""
+    if (number := partition_of(reply.message.content) or 0) >= clients:
+        return f"its partition-id is {number}; expected 0 to {clients - 1}"
     if (own := reply.metrics.get(protocol.OWN_DATA, 0)) not in (0, 1):
         return f"its {protocol.OWN_DATA!r} is {shown(own)}; expected 0 or 1"
     for name, texts in _columns_in(reply).items():
@@ -174,20 +180,6 @@ def _check_columns(parts: Parts, columns: Mapping[int, Schema]) -> None:
                     f"name them in {setting}, in one order for all"
                 )
     refuse_nodes(problems)
-
-
-def _wrong_numbers(partitions: Mapping[int, int | None], clients: int) -> list[str]:
-    """The problems, unless each partition has one node or, without partitions, there is one node for each client."""
-    unnumbered = [node for node, number in partitions.items() if number is None]
-    if len(unnumbered) == len(partitions):
-        count = len(unnumbered)
-        return [] if count == clients else [f"{count} nodes without a partition-id are connected, expected {clients}"]
-    holders = {number: [node for node, held in partitions.items() if held == number] for number in range(clients)}
-    return [f"node {node} has no partition-id, but other nodes have one" for node in unnumbered] + [
-        f"partition {number} is held by {len(held)} nodes, expected one: {held}"
-        for number, held in holders.items()
-        if len(held) != 1
-    ]
 
 
 def refuse_nodes(problems: Iterable[str]) -> None:

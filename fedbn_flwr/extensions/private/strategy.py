@@ -214,7 +214,7 @@ class Private(Wrapper):
     def _charge(self, release: _Release) -> None:
         """Charge a round to the clients that were asked, if all are known; otherwise it counts for every client."""
         memory = self.memory
-        known = self.base.roster.partitions
+        known = self.base.roster.numbers
         if known.keys() >= {*release.nodes}:
             memory.known += release.cost
             for partition in {known[node] for node in release.nodes}:

@@ -208,12 +208,35 @@ def test_the_keys_of_replies_do_not_stay_in_memory() -> None:
 
 def test_a_node_keeps_its_partition() -> None:
     rule = FedAvg()
-    assert not rule.roster.learn({1: 0, 2: None, 3: 2})
-    assert rule.roster.learn({1: 1, 2: 1, 3: None}) == {1: "its partition-id is 1, and it reported 0 before"}
+    assert not rule.roster.learn({1: 0, 3: 2})
+    assert rule.roster.learn({1: 1, 2: 1}) == {1: "its partition-id is 1, and it reported 0 before"}
     assert rule.memory.partitions == {1: 0, 2: 1, 3: 2}, "a checkpoint has them"
-    assert rule.roster.unnumbered >= {2}
     rule.begin(1, pack({"w": np.zeros(1)}))
     assert rule.roster == Roster()
+
+
+NO_NUMBER, A_NUMBER = (
+    "it has no partition-id, and most clients have one",
+    "it has a partition-id, and most clients have none",
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "problems"),
+    [
+        ({1: 0, 2: 1}, {1: 0, 2: 1, 3: None}, {3: NO_NUMBER}),
+        ({1: None, 2: None}, {1: None, 3: 0, 4: 1, 5: 2}, dict.fromkeys((3, 4, 5), A_NUMBER)),
+        ({1: None, 2: None, 3: 0}, {1: None, 4: None}, {}),
+        ({7: 0, 8: 1}, {3: 0, 8: None}, {}),
+    ],
+    ids=["no number", "numbers among clients without", "one number among the first", "restarted, not repeated"],
+)
+def test_a_node_that_joins_is_a_client_of_the_run_or_left_out(
+    first: dict[int, int | None], then: dict[int, int | None], problems: dict[int, str]
+) -> None:
+    roster = Roster()
+    roster.learn(first)
+    assert roster.learn(then) == roster.learn(then) == problems
 
 
 def test_a_client_that_is_refused_for_two_reasons_is_counted_once() -> None:
