@@ -33,7 +33,7 @@ from fedbn_flwr.errors import LOG, RoundSkipped, RunFailed, SettingsError
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Array, Arrays, cast, squared_distance
 from fedbn_flwr.messages.arrays import config_of, configs_in, pack, unpack, variance_keys
-from fedbn_flwr.messages.gate import gate
+from fedbn_flwr.messages.gate import form_problems, gate
 from fedbn_flwr.messages.limits import arrays_problem
 from fedbn_flwr.messages.reply import Reply, read_reply, reason_of, refusal, sent_model, with_config, with_content
 from fedbn_flwr.server.poll import Poll
@@ -259,21 +259,8 @@ class MaskedRound:
             _node_of(reply): reply for reply in arrived if not reply.has_error() and _node_of(reply) in self._peers
         }
         values = {node: client.values_in(reply.content) for node, reply in usable.items()}
-        forms = {
-            node: frozenset((place, value.dtype.str, value.shape) for place, value in of_node.items())
-            for node, of_node in values.items()
-        }
-        given = [*forms.values()]
-        most = max(given, key=given.count, default=frozenset())
-        if given and 2 * given.count(most) <= len(given):
-            raise NotOpened("the replies have different arrays, and most of them share no form")
-        for node in [node for node, form in forms.items() if form != most]:
-            odd = min(most ^ forms[node], key=str)[0]
-            errors.append(
-                refusal(
-                    usable.pop(node), f"its {odd} differs from most clients' (missing, or of another shape or dtype)"
-                )
-            )
+        named = {node: {"/".join(place): value for place, value in each.items()} for node, each in values.items()}
+        errors += [refusal(usable.pop(node), problem) for node, problem in form_problems(named, {}).items()]
         if len(usable) < self.threshold:
             name = self.rule.base.roster.name
             reasons = "".join(f"\n  - {name(_node_of(error))}: {reason_of(error)}" for error in errors)
