@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.frame import note  # noqa: E402
 from fedbn_flwr import BNClient, LocalGrid, build_model, client_app  # noqa: E402
-from fedbn_flwr.engines.metered import MeteredGrid  # noqa: E402
+from fedbn_flwr.experiment.metered import MeteredGrid  # noqa: E402
 from fedbn_flwr.messages.arrays import pack  # noqa: E402
 from fedbn_flwr.models.tensors import initial_arrays  # noqa: E402
 from fedbn_flwr.strategies import FedAvg, Rule, Secure  # noqa: E402

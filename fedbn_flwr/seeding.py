@@ -6,9 +6,8 @@ So a resumed run draws the same batches, and so do runs with another order of cl
 from __future__ import annotations
 
 import hashlib
-import pickle
 import random
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -60,13 +59,6 @@ def preserve_rng(numpy_seed: int = 0) -> Iterator[None]:
         _outside.remove(before)
         if inside not in _outside:
             _spare.append(inside)
-
-
-def drawn(device: torch.device | None = None) -> Hashable:
-    """The states of the global generators, which draws change: those on the CPU, and that of a GPU if it is given."""
-    on_gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else torch.empty(0)
-    states = [state.numpy().tobytes() for state in (torch.get_rng_state(), on_gpu)]
-    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), *states
 
 
 @contextmanager

@@ -124,8 +124,8 @@ class FedTAN(FedAvg):
 
     def run_exchanges(self, round: Round, carrier: Carrier) -> ExchangesDone:
         """Run all exchanges of a round. A client without a usable contribution is left out of the rest of the round."""
-        poll, outliers = self.training, self.bounds.outliers if self.bounds else None
-        return run_exchanges(carrier, f"round {round.number}", poll.left, poll.admit, self.agree, outliers)
+        poll = self.training
+        return run_exchanges(carrier, f"round {round.number}", poll.left, poll.admit, self.agree, self.outliers)
 
     def agree(self, what: str, contributions: Sequence[Contribution]) -> Agreement:
         """The server's answer to one exchange; `what` names the exchange in the log."""

@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -310,7 +311,7 @@ class FixBNClient(ClientRule):
         self.frozen = frozen - missing.keys()
         refreshed = bool(local.config.get(MOMENTS))
         self.trains_alone |= refreshed  # compiled passes may leave out the hooks that measure
-        self.moments = local.resources.enter_context(MomentRecorder(local.model)) if refreshed else None
+        self.moments = local.resources.enter_context(closing(MomentRecorder(local.model))) if refreshed else None
 
     def finish(self, memo: Memo, steps: int, metrics: Metrics, records: dict[str, Arrays]) -> None:
         if self.moments is not None:

@@ -22,6 +22,7 @@ Choices where this differs from their code:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -142,7 +143,7 @@ class HBNClient(ClientRule):
                     layer.alpha.copy_(torch.from_numpy(alpha.copy()))
                 local.resources.callback(setattr, layer, "momentum", layer.momentum)
                 layer.momentum = 0.0  # the server's statistics stay as they are during the round
-        self.moments = local.resources.enter_context(MomentRecorder(local.model))
+        self.moments = local.resources.enter_context(closing(MomentRecorder(local.model)))
 
     def begin(self, w: Tensors) -> Memo:
         """Take the statistics of the first batch, whose gradient was computed under the received model."""

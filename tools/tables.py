@@ -39,7 +39,8 @@ from fedbn_flwr.data.kinds import KINDS
 from fedbn_flwr.experiment import settings
 from fedbn_flwr.experiment.file.content import KEYS_OF_A_FILE
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
-from fedbn_flwr.models import MODELS, describe_models
+from fedbn_flwr.experiment.sources import describe_models
+from fedbn_flwr.models import MODELS
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.strategies import Rule

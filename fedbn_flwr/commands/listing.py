@@ -77,7 +77,7 @@ def _lines(what: str) -> Mapping[str, str]:
 
             return {name: in_a_line(name) for names in FAMILIES.values() for name in names}
         case "models":
-            from fedbn_flwr.models import describe_models
+            from fedbn_flwr.experiment.sources import describe_models
 
             return describe_models()
         case "norms":

@@ -94,8 +94,8 @@ _MOST_EXCHANGES = 100_000  # that a round may have
 
 # Gets the partitions by node, and nodes with their problems; returns the nodes that stay, in the order they count.
 Admit = Callable[[str, Mapping[int, int | None], Sequence[tuple[int, str]]], Sequence[int]]
-# A function (tensors, keys) that says, by position, why tensors are too far from the others.
-Outliers = Callable[[Sequence[Arrays], Sequence[str]], Mapping[int, str]]
+# A function (tensors, keys) that says, by node, why tensors are too far from the others.
+Outliers = Callable[[Mapping[int, Arrays], Sequence[str]], Mapping[int, str]]
 
 
 def run_exchanges(
@@ -104,7 +104,7 @@ def run_exchanges(
     nodes: Sequence[int],
     admit: Admit,
     agree: Callable[[str, Sequence[Contribution]], Agreement],
-    outliers: Outliers | None,
+    outliers: Outliers,
 ) -> ExchangesDone:
     """Run all exchanges of a round. A client without a usable contribution is left out of the rest of the round.
 
@@ -133,7 +133,7 @@ def judge(
     found: Mapping[int, Contribution],
     failed: Mapping[int, str],
     unfinished: Collection[str],
-    outliers: Outliers | None,
+    outliers: Outliers,
 ) -> tuple[dict[int, Contribution], list[tuple[int, str]]]:
     """The contributions by node, and the problems of unusable ones; see `contribution_problems` for `unfinished`."""
     contributions = {node: found[node] for node in nodes if node in found}
@@ -142,10 +142,8 @@ def judge(
     is_backward = any(contributions[node].kind == "gradients" for node in usable)
     variances = () if is_backward else {"var"}.intersection(*usable.values())
     problems = values_problems(usable, {}, variances)
-    left = [node for node in usable if node not in problems]
-    if left and outliers is not None:
-        far = outliers([usable[node] for node in left], sorted(usable[left[0]]))
-        problems |= {left[place]: reason for place, reason in far.items()}
+    left = {node: tensors for node, tensors in usable.items() if node not in problems}
+    problems |= outliers(left, sorted(next(iter(left.values()), ())))
     refused |= {node: f"{contributions[node].kind}: {reason}" for node, reason in problems.items()}
     return contributions, list(refused.items())
 

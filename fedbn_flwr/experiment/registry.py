@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from fedbn_flwr import named, sources, strategies
+from fedbn_flwr import named, strategies
 from fedbn_flwr.declared import check, declarations
 from fedbn_flwr.errors import FedbnError, SettingsError, did_you_mean
 from fedbn_flwr.extensions import declared
 from fedbn_flwr.messages.protocol import TRAIN_LOSS
 from fedbn_flwr.trees import Draft, Tree
+
+from . import sources
 
 if TYPE_CHECKING:
     from flwr.serverapp.strategy import Strategy

@@ -24,13 +24,12 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from fedbn_flwr import sources
 from fedbn_flwr.data.catalogue import CATALOGUE
 from fedbn_flwr.data.kinds import KINDS, Options, OwnOptions
 from fedbn_flwr.data.schema import Positive, Problem, Section, Several, expects, setting
 from fedbn_flwr.data.source import HeldOut, Source
 from fedbn_flwr.errors import SettingsError, did_you_mean, few
-from fedbn_flwr.models import MODELS, arguments_of, check_options
+from fedbn_flwr.models import MODELS, check_options
 from fedbn_flwr.named import check_name, is_name
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.results.metric_key import UNSEEN, NewcomerStatistics
@@ -38,6 +37,7 @@ from fedbn_flwr.results.text import file_name, shorten
 from fedbn_flwr.tasks import LOSSES, METRICS
 from fedbn_flwr.trees import Tree
 
+from . import sources
 from .file.content import KEYS_OF_A_FILE
 from .registry import check_strategy
 
@@ -224,7 +224,7 @@ class Model(Section):
 
     def problems(self) -> Iterator[Problem]:
         if self.name in MODELS:
-            check_options(self.name, self.options, arguments_of(self.name))
+            check_options(self.name, self.options, sources.arguments_of_model(self.name))
         yield from ()
 
 

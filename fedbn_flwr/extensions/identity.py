@@ -1,13 +1,17 @@
-"""What decides what a pass computes, besides the values of tensors: for extensions that repeat passes."""
+"""What decides what a pass computes, besides the values of tensors, and what it draws: to repeat passes."""
 
 from __future__ import annotations
 
 import functools
+import pickle
+import random
 import weakref
 from collections.abc import Hashable
 from contextlib import suppress
 from types import NoneType
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 
@@ -38,3 +42,10 @@ def identity(function: object) -> Hashable:
         hash(key)
         return key
     return function.__call__  # type: ignore[operator, no-any-return]  # bound methods are compared by identity
+
+
+def drawn(device: torch.device | None = None) -> Hashable:
+    """The states of the global generators, which draws change: those on the CPU, and that of a GPU if it is given."""
+    on_gpu = torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else torch.empty(0)
+    states = [state.numpy().tobytes() for state in (torch.get_rng_state(), on_gpu)]
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False)), *states

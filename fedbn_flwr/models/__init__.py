@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from fedbn_flwr import sources
 from fedbn_flwr.errors import SettingsError, did_you_mean
 
 # The functions and classes of the networks. Each takes num_classes, and in_channels, image_size and stem if it uses
@@ -31,12 +30,6 @@ MODELS = {
 }
 
 
-def describe_models() -> dict[str, str]:
-    """Each model and the first line of its docstring."""
-    lines = {name: sources.docstring(f"{__name__}.{place}").split("\n")[0] for name, place in MODELS.items()}
-    return lines | {"MODULE:CALLABLE": "a network of your own: a function of num_classes that returns a torch module"}
-
-
 _OF_DATA = ("num_classes", "num_outputs", "in_channels", "image_size", "input_shape", "num_tokens", "stem")
 
 
@@ -47,8 +40,3 @@ def check_options(name: str, options: Collection[str], arguments: Collection[str
         if key not in arguments:
             hint = did_you_mean(key, known) if known else "it has no arguments but those that follow from the data"
             raise SettingsError(f"model.options.{key} is not an argument of the network {name!r}; {hint}")
-
-
-def arguments_of(name: str) -> Collection[str]:
-    """The arguments of a network in `MODELS`."""
-    return sources.arguments(f"{__name__}.{MODELS[name]}")

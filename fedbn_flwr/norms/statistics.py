@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fedbn_flwr.batch import Batch, map_batches, map_tensors
 from fedbn_flwr.errors import MessageError
@@ -94,7 +93,7 @@ def _moments(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class MomentRecorder:
-    """Inside a `with` block, records mean and biased variance of what batch norms normalise, without changing it.
+    """Records mean and biased variance of what batch norms normalise, without changing it, until it is closed.
 
     `statistics` returns their means over the batches, by state dict key.
     """
@@ -102,15 +101,8 @@ class MomentRecorder:
     def __init__(self, model: nn.Module) -> None:
         self._layers = batch_norms(model, "a record of batches' moments")
         self._sums: dict[nn.Module, torch.Tensor] = {}  # of each layer: the number of batches, variances, means
-        self._hooks: list[RemovableHandle] = []
-
-    def __enter__(self) -> MomentRecorder:
         layers = dict.fromkeys(self._layers.values())  # one that is used twice has two names
         self._hooks = [layer.register_forward_pre_hook(self._record, with_kwargs=True) for layer in layers]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Record no more."""

@@ -139,18 +139,15 @@ class Base(Hooks):
 
         They are absurd numbers of examples, statistics outside of the bounds, and records of another form.
         """
-        first: Arrays = next((reply.arrays for reply in replies.values()), {})
-        statistics = [key for key, role in roles(first).items() if role is Role.STATISTICS]
-        problems = count_problems(replies) | self.outliers(replies, statistics)
+        statistics = [key for key, role in roles(_first(replies)).items() if role is Role.STATISTICS]
+        problems = {**count_problems(replies), **self.outliers(arrays_by_node(replies), statistics)}
         for name in records:
             problems |= record_problems(replies, name, sent)
         return problems
 
-    def outliers(self, replies: Mapping[int, Reply], keys: Sequence[str]) -> dict[int, str]:
-        """The problems of replies whose arrays `keys` are further from one another than the bounds allow, by node."""
-        nodes, cohort = [*replies], [reply.arrays for reply in replies.values()]
-        problems = self.bounds.outliers(cohort, keys) if self.bounds and cohort else {}
-        return {nodes[place]: problem for place, problem in problems.items()}
+    def outliers(self, cohort: Mapping[int, Arrays], keys: Sequence[str]) -> Mapping[int, str]:
+        """Why values of these arrays are further from the other clients' than the bounds allow, by node."""
+        return {} if self.bounds is None else self.bounds.outliers(cohort, keys)
 
     def clip_updates(self, round: Round, replies: Sequence[Reply]) -> Sequence[Reply]:
         """The replies, with updates that are larger than the bounds allow shortened."""
@@ -219,7 +216,7 @@ class Base(Hooks):
             lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES) or problem(reply),
             lambda answers: form_problems(arrays_by_node(answers), {}),
             lambda answers: values_problems(arrays_by_node(answers), {}),
-            lambda answers: self.outliers(answers, [*next(iter(arrays_by_node(answers).values()), {})]),
+            lambda answers: self.outliers(arrays_by_node(answers), [*_first(answers)]),
             name=self.arrayrecord_key,
         )  # fmt: skip
 
@@ -251,3 +248,8 @@ class Base(Hooks):
 
     def mean_evaluation(self, server_round: int, replies: Sequence[Reply], key: str) -> MetricRecord | None:
         """The metrics of an evaluation over all clients, whose replies have the metric `key` as weights."""
+
+
+def _first(replies: Mapping[int, Reply]) -> Arrays:
+    """The arrays of the first reply, whose keys the others share."""
+    return next((reply.arrays for reply in replies.values()), {})

@@ -103,8 +103,8 @@ class InfluenceBounds(Protocol):
     def of_updates(self) -> Mapping[str, object]:
         """Those that limit a client's update."""
 
-    def outliers(self, cohort: Sequence[Arrays], keys: Sequence[str]) -> Mapping[int, str]:
-        """The clients whose values of these arrays are too far from the others', by position, with the reasons."""
+    def outliers(self, cohort: Mapping[int, Arrays], keys: Sequence[str]) -> Mapping[int, str]:
+        """Why values of these arrays are too far from the other clients', by node."""
 
     def weights(self, weights: Sequence[float]) -> Sequence[float]:
         """The weights of the mean, none of which is too large."""

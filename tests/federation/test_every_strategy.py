@@ -16,8 +16,8 @@ from flwr.app import ArrayRecord, Message
 from torch import nn
 
 from fedbn_flwr import BNClient, LocalGrid, client_app, convert_norm
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.experiment.registry import STRATEGIES, build_strategy
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.tensors import ModelTensors

@@ -17,10 +17,10 @@ from fedbn_flwr import BNClient, LocalGrid, build_model, client_app
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.rule import Loss
 from fedbn_flwr.engines.capabilities import GridAround
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RoundSkipped, RunFailed
 from fedbn_flwr.exchange.carriers import ByMessages
 from fedbn_flwr.exchange.step import LayerwiseStep
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import config_of, unpack
 from fedbn_flwr.strategies import FedAvg, GlobalMomentum, Round, Wrapper

@@ -14,8 +14,8 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr import build_model
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.messages.arrays import arrays_in, size_of, unpack
 from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FedProx, FixBN, GlobalMomentum

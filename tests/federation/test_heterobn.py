@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, Role, client_app, convert_norm
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.variants import StaticBatchNorm

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import BNClient, client_app, run
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
 from fedbn_flwr.messages.arrays import pack, unpack

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord
 
 from fedbn_flwr import strategies
 from fedbn_flwr.client import layerwise
-from fedbn_flwr.engines.metered import MeteredGrid
+from fedbn_flwr.experiment.metered import MeteredGrid
 from tests.support.addressed import Addressed, OwnModel
 from tests.support.federations import Federations, Forgetful, last_model, nodes_in_means, same, with_fault
 from tests.support.marks import slow_except

@@ -17,8 +17,8 @@ class Equal:
     def of_updates(self) -> Mapping[str, Any]:
         return self.notes()
 
-    def outliers(self, cohort: Sequence[Arrays], keys: Sequence[str]) -> Mapping[int, str]:
-        return {len(cohort) - 1: "it is the last one"} if len(cohort) > 2 else {}
+    def outliers(self, cohort: Mapping[int, Arrays], keys: Sequence[str]) -> Mapping[int, str]:
+        return {[*cohort][-1]: "it is the last one"} if len(cohort) > 2 else {}
 
     def weights(self, weights: Sequence[float]) -> list[float]:
         return [1.0] * len(weights)

@@ -28,7 +28,6 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import FedbnError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
@@ -40,6 +39,7 @@ from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.models.tensors import initial_arrays
+from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.results.folder.writer import RunFolder
 
 from .attacks import BAD, EITHER, HARMLESS, LIE, REFUSED, Attack, Hostile, Spoil, Unfit, all_attacks

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.results.folder.summary import Summary
+from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.rows import Row, group

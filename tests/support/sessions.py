@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr import LocalGrid, client_app
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.progress import Reporter
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.experiment.node import ClientMaker, make_client
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.registry import FLOWER, STRATEGIES

@@ -14,12 +14,11 @@ from pkgutil import resolve_name
 import flwr.serverapp.strategy
 import pytest
 
-from fedbn_flwr import sources
 from fedbn_flwr.client import optimizers
 from fedbn_flwr.commands import cli
-from fedbn_flwr.experiment import registry
+from fedbn_flwr.experiment import registry, sources
 from fedbn_flwr.experiment.registry import STRATEGIES, class_of
-from fedbn_flwr.models import MODELS, arguments_of
+from fedbn_flwr.models import MODELS
 from tests.support.command import FEDBN, ROOT, environment, python
 from tests.support.runs import write_run
 
@@ -252,8 +251,8 @@ def test_the_arguments_of_a_strategy_by_its_source_are_those_of_its_class() -> N
 
 
 def test_the_arguments_of_a_network_by_its_source_are_those_of_its_signature() -> None:
-    for name, place in MODELS.items():
-        assert [*arguments_of(name)] == [*inspect.signature(resolve_name(f"fedbn_flwr.models.{place}")).parameters]
+    for place in (f"fedbn_flwr.models.{each}" for each in MODELS.values()):
+        assert [*sources.arguments(place)] == [*inspect.signature(resolve_name(place)).parameters]
 
 
 def test_the_optimizers_by_pytorch_s_source_are_those_that_it_has() -> None:

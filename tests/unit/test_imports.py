@@ -31,7 +31,6 @@ FOLDERS = (
     "fedbn_flwr.storage",
     "fedbn_flwr.seeding",
     "fedbn_flwr.named",
-    "fedbn_flwr.sources",
     "fedbn_flwr.cores",
     "fedbn_flwr.declared",
     "fedbn_flwr.extensions",

@@ -10,7 +10,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbn_flwr.data import Moments
 from fedbn_flwr.data.dataset import Schema, agreed_names
-from fedbn_flwr.engines.metered import MeteredGrid
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.reply import Reply

@@ -19,10 +19,10 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.client import evaluation
 from fedbn_flwr.engines.capabilities import capabilities
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.engines.network import PollingGrid
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import LOG, Diverged, RunFailed, few
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, pack
 from fedbn_flwr.messages.gate import gate

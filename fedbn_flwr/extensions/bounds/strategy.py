@@ -54,8 +54,8 @@ class Bounds:
     def of_updates(self) -> Mapping[str, object]:
         return {name: value for name, value in self.notes().items() if name.startswith("clip_")}
 
-    def outliers(self, cohort: Sequence[Arrays], keys: Sequence[str]) -> dict[int, str]:
-        """The clients that are too far from the clients' median, by position, with the reasons.
+    def outliers(self, cohort: Mapping[int, Arrays], keys: Sequence[str]) -> dict[int, str]:
+        """Why clients are too far from the clients' median, by node.
 
         In each array, a client's distance from the coordinatewise median may be up to `plausible` times the norm of
         the median or the median of the distances, whichever is larger. With fewer than three clients there is no
@@ -65,15 +65,16 @@ class Bounds:
         if self.plausible is None or len(cohort) < 3:
             return found
         for key in keys:
-            rows = np.stack([arrays[key].reshape(-1) for arrays in cohort]).astype(np.float64)
+            rows = np.stack([arrays[key].reshape(-1) for arrays in cohort.values()]).astype(np.float64)
             middle = np.median(rows, axis=0)
             with np.errstate(over="ignore"):
                 distances = np.linalg.norm(rows - middle, axis=1)
                 scale = max(float(np.linalg.norm(middle)), float(np.median(distances)))
-            for i in np.flatnonzero(distances > self.plausible * scale):
-                place = int(np.abs(rows[i] - middle).argmax())
-                reason = f"{key!r} has the value {rows[i, place]:.4g} where the clients' median is {middle[place]:.4g}"
-                found.setdefault(int(i), f"{reason}, further than plausible: {self.plausible:g} allows")
+            for node, row, distance in zip(cohort, rows, distances, strict=True):
+                if distance > self.plausible * scale:
+                    place = int(np.abs(row - middle).argmax())
+                    reason = f"{key!r} has the value {row[place]:.4g} where the clients' median is {middle[place]:.4g}"
+                    found.setdefault(node, f"{reason}, further than plausible: {self.plausible:g} allows")
         return found
 
     def weights(self, weights: Sequence[float]) -> list[float]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fedbn_flwr import seeding
 from fedbn_flwr.batch import Value, map_tensors, tensors
 from fedbn_flwr.client.rule import Gradient, Loss
-from fedbn_flwr.extensions.identity import hooks_of, identity, plain_attributes
+from fedbn_flwr.extensions.identity import drawn, hooks_of, identity, plain_attributes
 from fedbn_flwr.models.layout import hook_places
 
 Made = TypeVar("Made")
@@ -85,12 +85,12 @@ def _hooks(model: nn.Module) -> Iterator[object]:
 def run_twice(gradient: Gradient, model: nn.Module, inputs: Value, targets: Value, loss: Loss) -> None:
     """Check on a copy of the model that two passes change only the values of buffers; else NotImplementedError."""
     model = copy.deepcopy(model)
-    state, drawn = state_of(model), seeding.drawn()
+    state, before = state_of(model), drawn()
     for _ in range(2):
         gradient(model, inputs, targets, loss)
         if state_of(model) != state:
             raise NotImplementedError("a pass changes an attribute of a module, or assigns a buffer")
-    if seeding.drawn() != drawn:
+    if drawn() != before:
         raise NotImplementedError("a pass draws random numbers on the CPU")
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import UserError
 from fedbn_flwr.experiment.parts import make_model
 from fedbn_flwr.experiment.settings import check_settings
@@ -19,6 +18,7 @@ from fedbn_flwr.norms.distances import distances, statistics_in
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.files import read_text, write_text
+from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.report.tables import as_measured, as_text

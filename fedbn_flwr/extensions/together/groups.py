@@ -24,7 +24,7 @@ from fedbn_flwr.client.training import Trained, Training, backpropagate, begun, 
 from fedbn_flwr.errors import log_once
 from fedbn_flwr.exchange.codec import Agreement, Contribution
 from fedbn_flwr.exchange.step import LayerwiseStep, check_batch, no_exchange
-from fedbn_flwr.extensions.identity import identity
+from fedbn_flwr.extensions.identity import drawn, identity
 from fedbn_flwr.named import in_a_line
 from fedbn_flwr.norms.roles import Role
 from fedbn_flwr.norms.statistics import frozen_norm
@@ -210,11 +210,11 @@ class _Group:
         # Statistics that are frozen are not updated; parameters that are frozen are not the optimiser's.
         frozen = self.training.frozen & {Role.STATISTICS}
         with seeding.preserve_rng(), frozen_norm(self.training.model, frozen) if frozen else nullcontext():
-            before = seeding.drawn(self.training.device)
+            before = drawn(self.training.device)
             self._first_step(ask)
             while runs := self._runs():
                 self._run(max(runs, key=lambda run: run.stop - run.start))  # the first of the longest
-            if seeding.drawn(self.training.device) != before:
+            if drawn(self.training.device) != before:
                 raise NotImplementedError(_DRAWS)
         for place, (row, total) in enumerate(zip(self.rows, self.total.tolist(), strict=True)):
             row.tensors, row.momentum = _at(place, self.tensors), _at(place, self.momentum)

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from fedbn_flwr import seeding
 from fedbn_flwr.client.rule import Tensors
-from fedbn_flwr.extensions.identity import hooks_of, plain_attributes
+from fedbn_flwr.extensions.identity import drawn, hooks_of, plain_attributes
 from fedbn_flwr.models.layout import hook_places
 from fedbn_flwr.models.tensors import places_of
 
@@ -106,9 +106,9 @@ def _trace(model: nn.Module) -> fx.Graph:
     device = next(model.parameters()).device
     copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
     with seeding.preserve_rng():
-        drawn = seeding.drawn(device)
+        before = drawn(device)
         graph = fx.Tracer().trace(copied)
-        if (seeding.drawn(device), plain_attributes(copied)) != (drawn, plain_attributes(model)):
+        if (drawn(device), plain_attributes(copied)) != (before, plain_attributes(model)):
             raise NotImplementedError("its forward draws random numbers, or changes the model")
     return graph
 

@@ -11,8 +11,8 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, Field, ValidationError
 
 from fedbn_flwr.declared import adapter
-from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import UserError
+from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.results.text import shorten
 from fedbn_flwr.storage import check_rights, open_regular, replacing
 from fedbn_flwr.tasks import MAINS

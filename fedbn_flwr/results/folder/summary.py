@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, get_type_hints
 
-from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import did_you_mean
+from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.storage import to_json
 from fedbn_flwr.tasks import CLASSIFICATION, TASKS, Task, goodness
 from fedbn_flwr.trees import Draft, Tree

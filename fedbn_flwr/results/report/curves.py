@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import TypeVar
 
-from fedbn_flwr.engines.traffic import Traffic
+from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.trees import Tree
 
 from ..metric_key import MIB, MetricKey

@@ -11,8 +11,8 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr import LocalGrid
 from fedbn_flwr.engines.capabilities import Capabilities, GridAround, capabilities
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.engines.network import PollingGrid
+from fedbn_flwr.experiment.metered import MeteredGrid
 from tests.support.federations import Federations
 
 

@@ -130,13 +130,13 @@ MOMENTS = Contribution("norm", "moments", {"mean": np.zeros(2), "var": np.ones(2
     ],
 )
 def test_what_cannot_be_used_is_named(contribution: Contribution, says: str) -> None:
-    (problem,) = judge([1], {1: contribution}, {}, ["first"], None)[1]
+    (problem,) = judge([1], {1: contribution}, {}, ["first"], FedTAN().outliers)[1]
     assert re.search(says, problem[1])
 
 
 def test_gradients_with_respect_to_a_variance_may_be_negative() -> None:
     gradients = replace(MOMENTS, kind="gradients", tensors={"mean": -np.ones(2), "var": -np.ones(2)})
-    assert judge([1], {1: gradients}, {}, ["norm"], None) == ({1: gradients}, [])
+    assert judge([1], {1: gradients}, {}, ["norm"], FedTAN().outliers) == ({1: gradients}, [])
 
 
 def test_moments_agree_to_those_of_the_union() -> None:

@@ -19,13 +19,13 @@ import pytest
 from flwr.app import RecordDict
 
 from fedbn_flwr.commands import cli
-from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import SettingsError, StorageError, UserError
 from fedbn_flwr.messages.arrays import pack
 from fedbn_flwr.messages.serialization import dump
 from fedbn_flwr.results.folder.checkpoint import CheckpointFile, Snapshot
 from fedbn_flwr.results.folder.reader import deciding
 from fedbn_flwr.results.folder.summary import Summary
+from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.storage import read_store

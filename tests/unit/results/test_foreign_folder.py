@@ -25,7 +25,6 @@ from torch import nn
 
 from fedbn_flwr import LocalGrid, Result, Results, client_app, run
 from fedbn_flwr.commands import cli
-from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import FedbnError, SettingsError, UserError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
@@ -35,6 +34,7 @@ from fedbn_flwr.experiment.run.loop import run_one
 from fedbn_flwr.messages.arrays import configs_in, metrics_in
 from fedbn_flwr.results.folder.reader import LINES
 from fedbn_flwr.results.folder.summary import Summary
+from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs, read_state
 from fedbn_flwr.results.report.tables import DEFAULT

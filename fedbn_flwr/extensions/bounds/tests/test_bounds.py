@@ -40,7 +40,7 @@ def test_bounds_that_no_client_exceeds_change_no_bit() -> None:
     replies, weights = [model(seed) for seed in range(4)], [3.0, 1.0, 2.0, 5.0]
     assert bounds.weights(weights) == weights
     assert all(map(same_bits, bounds.clip(replies, sent, "round 1"), replies))
-    assert not bounds.outliers(replies, STATISTICS)
+    assert not bounds.outliers(dict(enumerate(replies)), STATISTICS)
 
 
 def test_clipping_measures_only_what_is_trained() -> None:
@@ -97,7 +97,7 @@ def test_weights_below_the_bound_stay_as_they_are() -> None:
 def test_an_implausible_client_is_named_with_key_value_and_median() -> None:
     replies = [model(seed) for seed in range(5)]
     replies[3]["bn.running_var"] = np.array([1, 1e30, 1], np.float32)
-    found = Bounds(plausible=10).outliers(replies, STATISTICS)
+    found = Bounds(plausible=10).outliers(dict(enumerate(replies)), STATISTICS)
     middle = float(np.median([reply["bn.running_var"][1] for reply in replies]))
     assert found.keys() == {3}
     assert f"'bn.running_var' has the value 1e+30 where the clients' median is {middle:.4g}" in found[3]
@@ -106,16 +106,16 @@ def test_an_implausible_client_is_named_with_key_value_and_median() -> None:
 def test_statistics_of_two_clients_are_not_compared() -> None:
     """Each is as far from their median as the other."""
     replies = [{"bn.running_var": np.array([1.0])}, {"bn.running_var": np.array([1e30])}]
-    assert not Bounds(plausible=10).outliers(replies, ["bn.running_var"])
+    assert not Bounds(plausible=10).outliers(dict(enumerate(replies)), ["bn.running_var"])
 
 
 @pytest.mark.parametrize("value", [1e30, -1e-30])
 def test_beside_clients_whose_values_are_zero_every_other_one_is_implausible(value: float) -> None:
     """The means of a batch norm in evaluation mode, and gradients where gamma is zero."""
     replies = [{"bn.running_mean": np.zeros(3, np.float32)} for _ in range(4)]
-    assert not Bounds(plausible=10).outliers(replies, ["bn.running_mean"])
+    assert not Bounds(plausible=10).outliers(dict(enumerate(replies)), ["bn.running_mean"])
     replies[2]["bn.running_mean"][1] = value
-    assert Bounds(plausible=10).outliers(replies, ["bn.running_mean"]).keys() == {2}
+    assert Bounds(plausible=10).outliers(dict(enumerate(replies)), ["bn.running_mean"]).keys() == {2}
 
 
 # --- settings ---

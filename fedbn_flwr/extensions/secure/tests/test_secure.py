@@ -21,10 +21,10 @@ from torch import nn
 
 from fedbn_flwr import LocalGrid, client_app, convert_norm
 from fedbn_flwr.client.node_state import NodeState
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import MessageError, RunFailed, SettingsError
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.progress import Reporter
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import make_rule, prepare
 from fedbn_flwr.experiment.run.loop import run_one

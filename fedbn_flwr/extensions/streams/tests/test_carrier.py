@@ -18,13 +18,13 @@ from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import client_app, strategies
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.engines.network import PollingGrid
-from fedbn_flwr.engines.traffic import Traffic
 from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.extensions.streams import server
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.strategies import FixBN, GlobalMomentum
 from tests.support.addressed import Addressed, OwnModel
 from tests.support.federations import Federations, nodes_in_means, same, with_fault

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr import client_app, run, seeding
+from fedbn_flwr import client_app, run
 from fedbn_flwr.client.client import BNClient
 from fedbn_flwr.client.losses import make_loss
 from fedbn_flwr.client.optimizers import make_optimizer
 from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
 from fedbn_flwr.client.training import Trained, Training, train
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.extensions.identity import drawn
 from fedbn_flwr.extensions.together import parked
 from fedbn_flwr.extensions.together.groups import Row, is_elementwise, row_of, train_rows
 from fedbn_flwr.extensions.together.parked import TogetherPool
@@ -301,10 +302,10 @@ def test_other_networks_train_alone(model: Callable[[], nn.Module], reason: str)
 @pytest.mark.parametrize("name", IMPURE)
 def test_networks_that_draw_or_count_train_alone(name: str) -> None:
     model = IMPURE[name]()
-    before = seeding.drawn()
+    before = drawn()
     with pytest.raises(NotImplementedError, match="its forward draws random numbers, or changes the model"):
         network_of(model)
-    assert (model.passes, seeding.drawn()) == (0, before)
+    assert (model.passes, drawn()) == (0, before)
 
 
 @pytest.mark.parametrize("model", [tied, *IMPURE.values(), lambda: doubling(1)], ids=["tied", *IMPURE, "own forward"])

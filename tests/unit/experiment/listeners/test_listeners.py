@@ -18,13 +18,13 @@ from fedbn_flwr import LocalGrid, client_app, run
 from fedbn_flwr.client.evaluation import evaluate
 from fedbn_flwr.commands import cli
 from fedbn_flwr.data.batches import TestBatches
-from fedbn_flwr.engines.metered import MeteredGrid
 from fedbn_flwr.errors import RunFailed, StorageError
 from fedbn_flwr.experiment.file.content import merge
 from fedbn_flwr.experiment.file.layers import load_experiment, parse_overrides
 from fedbn_flwr.experiment.listeners.evaluate import Choose, Evaluate
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.recording import History, Saving
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.experiment.node import ClientMaker
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.run.loop import train_round

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
+from fedbn_flwr.engines.capabilities import GridAround
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import arrays_in, config_of, size_of, unpack
 from fedbn_flwr.messages.gate import Gated, gate
-
-from .capabilities import GridAround
-from .traffic import Traffic
+from fedbn_flwr.results.folder.traffic import Traffic
 
 if TYPE_CHECKING:
     from fedbn_flwr.internals import NodeInfo

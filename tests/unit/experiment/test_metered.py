@@ -17,9 +17,9 @@ from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr import LocalGrid, build_model
-from fedbn_flwr.engines.metered import MeteredGrid
-from fedbn_flwr.engines.traffic import Traffic
+from fedbn_flwr.experiment.metered import MeteredGrid
 from fedbn_flwr.messages.arrays import arrays_in, pack, size_of, unpack
+from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.strategies import FedAvg
 from tests.support.federations import Federations
 

@@ -6,12 +6,14 @@ import ast
 import functools
 import importlib
 import math
+from collections.abc import Collection
 from contextlib import suppress
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 from typing import Any
 
-from .declared import is_simple
+from fedbn_flwr.declared import is_simple
+from fedbn_flwr.models import MODELS
 
 _PLAIN = ("typing", "collections.abc", "annotated_types")  # annotations are made of their names
 _PACKAGE = __name__.partition(".")[0]
@@ -58,6 +60,21 @@ def arguments(place: str) -> dict[str, object]:
         for base in wraps or found.bases:
             own |= arguments(f"{module}:{ast.unparse(base)}") | own
     return own
+
+
+def describe_models() -> dict[str, str]:
+    """Each model and the first line of its docstring."""
+    lines = {name: docstring(_model(name)).split("\n")[0] for name in MODELS}
+    return lines | {"MODULE:CALLABLE": "a network of your own: a function of num_classes that returns a torch module"}
+
+
+def arguments_of_model(name: str) -> Collection[str]:
+    """The arguments of a network in `MODELS`."""
+    return arguments(_model(name))
+
+
+def _model(name: str) -> str:
+    return f"fedbn_flwr.models.{MODELS[name]}"
 
 
 def _defined(module: str, name: str) -> tuple[str, Any]:
