@@ -10,8 +10,7 @@ from described import describe
 from results import Row, Run, Table, as_csv, by_label, read, span, specification
 
 from fedbn_flwr.experiment.file.content import shipped_experiments
-from fedbn_flwr.experiment.file.expansion import values_in_words
-from fedbn_flwr.experiment.file.layers import load_experiment
+from fedbn_flwr.experiment.file.layers import load_experiment, values_in_words
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.trees import flat_settings
 

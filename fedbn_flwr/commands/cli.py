@@ -15,9 +15,9 @@ from fedbn_flwr import __version__
 from fedbn_flwr.errors import FedbnError, RunFailed, described, did_you_mean
 from fedbn_flwr.extensions import parts
 
-from . import explain, flwr, given, listing, new, report, run, status
+from . import explain, flwr, listing, new, report, run, status
 
-COMMANDS = (run, new, explain, given, status, report, listing, flwr)  # as in the help
+COMMANDS = (run, new, explain, status, report, listing, flwr)  # as in the help
 
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)

@@ -29,7 +29,7 @@ from fedbn_flwr.tasks import CLASSIFICATION, MULTILABEL, REGRESSION, SEGMENTATIO
 from .settings import AUGMENTATIONS, Data, Settings, name_in, options_in
 
 _kept: dict[tuple[str, str, str], DataSet] = {}  # by settings, device and working directory
-_received: dict[str, DataSet] = {}  # by settings
+received: dict[str, DataSet] = {}  # of another process, used instead of loading them; by `examples_of`
 
 
 def examples_of(data: Data) -> str:
@@ -47,7 +47,7 @@ def load_data(data: Data, device: str) -> DataSet:
     examples = examples_of(data)
     key = examples, device, os.getcwd()
     if (found := _kept.get(key)) is None:
-        if (loaded := _received.get(examples)) is None:
+        if (loaded := received.get(examples)) is None:
             loaded = load(data).standardised() if data.normalise == "own" else load(data)
         rows_by_domain(loaded)  # checks the names
         found = _kept[key] = loaded.to(torch.device(device), most := data.memory * 2**30)
@@ -61,11 +61,6 @@ def forget_data() -> None:
     _kept.clear()
     _shares.cache_clear()
     _splits.cache_clear()
-
-
-def receive(examples: str, dataset: DataSet) -> None:
-    """Use these examples of another process instead of loading them."""
-    _received[examples] = dataset
 
 
 def at_site(data: Data, path: str) -> Data:

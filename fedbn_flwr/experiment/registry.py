@@ -137,10 +137,6 @@ def arguments(strategy: type[Strategy]) -> dict[str, inspect.Parameter]:
     return accepted
 
 
-def _takes_base(cls: type[Strategy]) -> bool:
-    return issubclass(cls, strategies.Wrapper) and cls.wraps is None
-
-
 def check_strategy(spec: Tree, section: str = "strategy") -> Tree:
     """Return the section; SettingsError if its name or an argument, or one of its base, is unknown."""
     name, base = str(spec.get("name", "")), spec.get("base")
@@ -207,7 +203,7 @@ def _built(cls: type[Strategy], name: str, options: Draft, section: str, default
     of_flower = FLOWER.get(name)
     defaults |= of_flower.defaults if of_flower else {}
     positional: list[Strategy] = []
-    if _takes_base(cls):
+    if issubclass(cls, strategies.Wrapper) and cls.wraps is None:
         base = options.pop("base", {"name": "FedAvg"})
         if not isinstance(base, Mapping):
             raise SettingsError(f"{section}.base is {base!r}; expected a strategy, for instance {{name: FedAvg}}")

@@ -1,4 +1,9 @@
-"""Reads an experiment: a shipped one by name, a file, YAML text, or the `experiment` of a Flower run config."""
+"""Reads an experiment: a shipped one by name, a file, YAML text, or the `experiment` of a Flower run config.
+
+Each of its `runs` has a cell for each combination of the values of its lists. `sweep` lists conditions, which reports
+show side by side; `tune` lists hyperparameters, whose best values are chosen for each run and condition. A cell is a
+list of layers that are merged in order, and a run for each seed.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,14 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from fedbn_flwr.errors import SettingsError, did_you_mean, locate_errors
 from fedbn_flwr.named import path_of
-from fedbn_flwr.results.text import shorten
+from fedbn_flwr.results.text import in_words, shorten
 from fedbn_flwr.results.yaml_text import parse_yaml
 from fedbn_flwr.trees import Draft, Tree, flat_settings
 
@@ -31,18 +36,16 @@ from ..settings import (
     strategy_name,
 )
 from .content import KEYS_OF_A_FILE, check_mapping, drop_given, merge, nested, read_content, without, write_out
-from .expansion import (
-    LISTS,
-    MOST,
-    VALIDATION,
-    at,
-    cells_of,
-    changes_of_size,
-    lists_of,
-    values_in_words,
-)
 
 COMMAND_LINE = "command line"
+LISTS = ("sweep", "tune")
+_WHOLE_FILE = ("name", "label", "cell", "size", "sizes", "runs", "description", *LISTS)
+MOST = 1_000  # runs of an experiment
+VALIDATION = 0.1  # of the training examples, to choose among the values of `tune` if the file gives no share
+
+Lists = Mapping[str, Mapping[str, Sequence[object]]]  # of `sweep` and `tune`: the values by key
+Layered = tuple[Cell, list[Layer]]  # the file, its run, the values of the lists, the size and the command line
+OWN = 1  # the layer of the run
 
 
 def load_experiment(source: str, overrides: Sequence[str] = ()) -> Experiment:
@@ -64,38 +67,36 @@ def read_experiment(content: object, overrides: Tree = MappingProxyType({}), *, 
     """Check a parsed file with the changes of a caller or a command line, and expand it into its runs."""
     file, changes = write_out(check_mapping(content, name)), dict(overrides)
     size, only = str(changes.pop("size", PAPER)), changes.pop("only", None)
-    rows, of_size = _rows(file, changes, size, name)
-    is_seeded = any(layer.settings.get("seeds") for row in rows for layer in row.cells[0][1])
-    defaults, compared = _defaults(rows), {key for row in rows for key in flat_settings(row.own)} - {"seed", "seeds"}
+    cells, of_size = _cells(file, changes, size, name)
+    is_seeded = any(layer.settings.get("seeds") for _, layers in cells for layer in layers)
+    defaults, compared = _defaults(cells), {key for _, layers in cells for key in flat_settings(layers[OWN].settings)}
     runs: list[Settings] = []
     origins: dict[str, Sequence[Layer]] = {}
-    for row in _select(rows, of_size if only is None else only, name):
-        for cell, own in row.cells:
-            layers = [*defaults(own), *own]
-            runs += _runs_of(name, row.label, cell, layers, compared)
-            origins[runs[-1].label] = [Layer("data set", {"data": of_catalogue(runs[-1].data.name)}), *layers]
-            if len(runs) > MOST:
-                raise SettingsError(f"{name}: more than {MOST:,} runs; shorten the lists of sweep and tune, or seeds")
+    for cell, own in _select(cells, of_size if only is None else only, name):
+        layers = [*defaults(own), *own]
+        runs += _runs_of(name, cell, layers, compared - {"seed", "seeds"})
+        origins[runs[-1].label] = [Layer("data set", {"data": of_catalogue(runs[-1].data.name)}), *layers]
+        if len(runs) > MOST:
+            raise SettingsError(f"{name}: more than {MOST:,} runs; shorten the lists of sweep and tune, or seeds")
     if overrides or size != PAPER:
         _check_different(runs, name)
-    if not all(run.rounds for run in runs):
-        asked = [(run.label, each) for run in runs for each in _without_training(run)]
-        origins |= {each.label: origins[label] for label, each in asked}
-        runs = _once([each for _, each in asked], name)
-    return Experiment(runs[0].name, tuple(runs), str(file.get("description", "")), is_seeded, origins)
+    asked: dict[str | int, Settings] = {}  # without rounds, by label: runs of several strategies ask the same
+    for number, run in enumerate(runs):
+        for key, each in [(number, run)] if run.rounds else _without_training(run):
+            origins[each.label] = origins[run.label]
+            if asked.setdefault(key, each) != each:
+                raise SettingsError(
+                    f"{name}: rounds is 0, and the runs differ in their data or network; choose one by only=LABEL and "
+                    "seed=NUMBER"
+                )
+    return Experiment(runs[0].name, tuple(asked.values()), str(file.get("description", "")), is_seeded, origins)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One of the `runs` of an experiment, and the layers of each of its cells."""
-
-    label: str
-    own: Tree  # its changes to the file
-    cells: Sequence[tuple[Cell, Sequence[Layer]]]
+# --- the cells of each run ----------------------------------------------------
 
 
-def _rows(content: Tree, changes: Tree, size: str, name: str) -> tuple[list[_Row], object]:
-    """The rows of a file after the changes of a size and of the caller, and the `only` of the size."""
+def _cells(content: Tree, changes: Tree, size: str, name: str) -> tuple[list[Layered], object]:
+    """The cells of a file after the changes of a size and of the caller, and the `only` of the size."""
     for key in changes.keys() & {"runs", "sizes", "extends"}:
         raise SettingsError(
             f"{name}: an override cannot change {key} (= {changes[key]!r}); only=LABEL selects from the runs, "
@@ -110,23 +111,106 @@ def _rows(content: Tree, changes: Tree, size: str, name: str) -> tuple[list[_Row
     of_size, *of_runs = changes_of_size(size, [(name, content), *places.items()], name)
     only = of_size.pop("only", None)
     file = Layer("file", {"name": name, **without(content, *(KEYS_OF_A_FILE.keys() - {"seeds"}))})
-    rows: list[_Row] = []
-    for label, (where, variant), of_run in zip(variants, places.items(), of_runs, strict=True):
-        own, resized = without(variant, *LISTS, "sizes"), merge(of_size, of_run)
-        resized |= {} if size == PAPER else {"size": size}
-        lists = lists_of(where, own, content, variant, resized, changes)
+    found: list[Layered] = []
+    for number, (label, (where, variant), of_run) in enumerate(zip(variants, places.items(), of_runs, strict=True)):
+        resized = merge(of_size, of_run) | ({} if size == PAPER else {"size": size})
+        lists = lists_of(where, own := without(variant, *LISTS, "sizes"), content, variant, resized, changes)
         plain, later = without(resized, *LISTS), {**(changes.get("sweep") or {}), **(changes.get("tune") or {})}
         plain = nested(drop_given(plain, later).items()) if later else plain
         last = Layer(f"size {size}", plain), Layer(COMMAND_LINE, without(changes, *LISTS))
-        first = file, Layer(f"run {label}", own)
-        cells = itertools.islice(cells_of(label, len(rows), lists, merge_layers(last)), MOST + 1)
-        listed = [(cell, [Layer(kind, nested(getattr(cell, kind).items())) for kind in LISTS]) for cell in cells]
-        rows.append(_Row(label, own, [(cell, [*first, *layers, *last]) for cell, layers in listed]))
-    return rows, only
+        for cell in itertools.islice(cells_of(label, number, lists, merge_layers(last)), MOST + 1):
+            chosen = (Layer(kind, nested(getattr(cell, kind).items())) for kind in LISTS)
+            found.append((cell, [file, Layer(f"run {label}", own), *chosen, *last]))
+    return found, only
 
 
-def _defaults(rows: Sequence[_Row]) -> Callable[[Sequence[Layer]], list[Layer]]:
-    """Decide from all rows how clients evaluate; a function that returns the layers below a cell's.
+def cells_of(row: str, number: int, lists: Lists, changes: Tree) -> Iterator[Cell]:
+    """All combinations of values after the changes of a size or a command line; the last key varies fastest."""
+    axes = [(kind, key, _changed(key, values, changes)) for kind in LISTS for key, values in lists[kind].items()]
+    for combination in itertools.product(*(pairs for _, _, pairs in axes)):
+        chosen: dict[str, Draft] = {kind: {} for kind in LISTS}
+        for (kind, key, _), (_, value) in zip(axes, combination, strict=True):
+            chosen[kind][key] = value
+        yield Cell(row=row, **chosen, place=[number, *(place for place, _ in combination)])
+
+
+def _changed(key: str, values: Sequence[object], changes: Tree) -> list[tuple[int, object]]:
+    """The distinct values of a list after the changes, each with its place in the list; a new value comes last.
+
+    A change that gives the key itself selects one value; a change of part of a section applies to each value.
+    """
+    found: list[tuple[int, object]] = []
+    for value in values:
+        changed = at(merge(nested([(key, value)]), changes), key)
+        pair = [*values, changed].index(changed), changed
+        found += [pair] if pair not in found else []
+    return found
+
+
+def at(settings: object, key: str) -> Any:
+    """The value of a key such as `train.lr`; None if there is none."""
+    for part in key.split("."):
+        settings = settings.get(part) if isinstance(settings, Mapping) else None
+    return settings
+
+
+def lists_of(where: str, own: Tree, *levels: Tree) -> Lists:
+    """The lists of `sweep` and `tune`, merged over the levels: a later level replaces a key, or removes it by null.
+
+    The first level is the whole file; keys that `own` sets, entirely or in part, are left out of it.
+    """
+    found: dict[str, Draft] = {kind: {} for kind in LISTS}
+    for number, level in enumerate(levels):
+        for kind in level.keys() & found.keys():
+            lists = level[kind]
+            if not isinstance(lists, Mapping | None):
+                raise SettingsError(
+                    f"{where}: {kind} is {lists!r}; expected lists of values by key, for instance train.lr: [0.01, 0.1]"
+                )
+            new = flat_settings(lists or {}) if number else drop_given(lists or {}, own)
+            found[kind] = {} if lists is None else {**found[kind], **new}
+    if both := found["sweep"].keys() & found["tune"].keys():
+        raise SettingsError(f"{where}: {min(both)} is in sweep and in tune; a condition is not chosen, so give one")
+    return {
+        kind: {key: _checked(where, kind, key, values) for key, values in lists.items() if values is not None}
+        for kind, lists in found.items()
+    }
+
+
+def _checked(where: str, kind: str, key: str, values: object) -> list[object]:
+    """The values of a list, with `strategy: FedTAN` written out."""
+    if key in ("seed", "seeds"):
+        raise SettingsError(f"{where}: {kind} has {key}; give seeds: [0, 1, 2] next to {kind} instead")
+    if key.partition(".")[0] in _WHOLE_FILE:
+        raise SettingsError(f"{where}: {kind} has {key}, which isn't a setting of a run")
+    if not isinstance(values, list) or not values:
+        raise SettingsError(f"{where}: {kind}.{key} is {shorten(repr(values), 200)}; expected a list of values")
+    if twice := [value for number, value in enumerate(values) if value in values[:number]]:
+        raise SettingsError(f"{where}: {kind}.{key} has {twice[0]!r} twice; list each value once")
+    return [at(nested([(key, value)]), key) for value in values]
+
+
+def changes_of_size(size: str, parts: Iterable[tuple[str, Tree]], name: str) -> list[Draft]:
+    """The changes for a size, from the `sizes` of an experiment and of each of its runs; `paper` is the file itself."""
+    known = {PAPER}
+    found = []
+    for where, content in parts:
+        sizes = content.get("sizes") or {}
+        if not isinstance(sizes, Mapping) or not all(isinstance(changes, Mapping | None) for changes in sizes.values()):
+            raise SettingsError(f"{where}: sizes must map a size to changes, for instance small: {{rounds: 20}}")
+        if PAPER in sizes:
+            raise SettingsError(f"{where}: sizes has {PAPER}, which is the file as written; name smaller sizes only")
+        known |= sizes.keys()
+        found.append(dict(sizes.get(size) or {}))
+        if wrong := {"runs", "sizes", "size", "description"} & found[-1].keys():
+            raise SettingsError(f"{where}: sizes.{size} has {min(wrong)}, which a size cannot change")
+    if size not in known:
+        raise SettingsError(f"{name} has no size {size!r}; {did_you_mean(size, known)}")
+    return found
+
+
+def _defaults(cells: Sequence[Layered]) -> Callable[[Sequence[Layer]], list[Layer]]:
+    """Decide from all cells how clients evaluate; a function that returns the layers below a cell's.
 
     If a strategy of the experiment personalises, clients evaluate in all runs, so that a table compares like with like,
     and if values are tuned, all train on the same examples; also if only some of the runs are carried out now (`only`).
@@ -136,7 +220,6 @@ def _defaults(rows: Sequence[_Row]) -> Callable[[Sequence[Layer]], list[Layer]]:
         spec = at(merge_layers(layers), "strategy")
         return {"name": "FedAvg", **(spec if isinstance(spec, Mapping) else {})}
 
-    cells = [each for row in rows for each in row.cells]
     validation = {"evaluate": {"validation": VALIDATION}} if any(cell.tune for cell, _ in cells) else {}
     specs = {repr(spec): spec for spec in (strategy(layers) for _, layers in cells)}
     personal = {key: spec for key, spec in specs.items() if personalises(spec)}
@@ -150,27 +233,23 @@ def _defaults(rows: Sequence[_Row]) -> Callable[[Sequence[Layer]], list[Layer]]:
     return below
 
 
-def _runs_of(name: str, row: str, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> list[Settings]:
+def _runs_of(name: str, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> list[Settings]:
     """A run of a cell for each seed."""
-    label = ", ".join([*filter(None, [row]), *values_in_words(cell)])
+    label = ", ".join([*filter(None, [cell.row]), *values_in_words(cell)])
     with locate_errors(f"{name}, run {label!r}" if label else name):
-        return _for_each_seed(_settings_of(row, cell, layers, compared))
+        settings = _settings_of(cell, layers, compared)
+        seeds = settings.pop("seeds", None)
+        if seeds is not None and not (isinstance(seeds, list) and seeds and {*map(type, seeds)} == {int}):
+            raise SettingsError(f"seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
+        if seeds is None and settings.get("seed") is None:
+            first = check_settings({**settings, "seed": 0})
+            if (test := first.data.held_out) is None or not test.folds or test.split is not None:
+                return [first]
+            seeds = range(test.folds)
+        return [check_settings({**settings, "seed": seed}) for seed in seeds or [settings["seed"]]]
 
 
-def _for_each_seed(settings: Draft) -> list[Settings]:
-    """A run for each of its seeds."""
-    seeds = settings.pop("seeds", None)
-    if seeds is not None and not (isinstance(seeds, list) and seeds and {*map(type, seeds)} == {int}):
-        raise SettingsError(f"seeds is {seeds!r}; expected a list of numbers, for instance [0, 1, 2]")
-    if seeds is None and settings.get("seed") is None:
-        first = check_settings({**settings, "seed": 0})
-        if (test := first.data.held_out) is None or not test.folds or test.split is not None:
-            return [first]
-        seeds = range(test.folds)
-    return [check_settings({**settings, "seed": seed}) for seed in seeds or [settings["seed"]]]
-
-
-def _settings_of(row: str, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> Draft:
+def _settings_of(cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> Draft:
     """The settings of a cell, with its place and its label, which names compared settings that an override changes."""
     settings = merge_layers(layers)
     if cell.tune and at(settings, "evaluate.validation") == 0:
@@ -179,10 +258,10 @@ def _settings_of(row: str, cell: Cell, layers: Sequence[Layer], compared: Collec
             f"training examples; leave it out for {VALIDATION}"
         )
     spec = settings.get("strategy")
-    label = row or str(settings.get("label") or strategy_name(spec if isinstance(spec, Mapping) else {}))
+    label = cell.row or str(settings.get("label") or strategy_name(spec if isinstance(spec, Mapping) else {}))
     if cell.values or "cell" not in settings:  # another run's settings keep their place
         # Candidates of tune are compared within a row, so a strategy that is a candidate does not name it.
-        own = row if any(key.partition(".")[0] == "strategy" for key in cell.values) else label
+        own = cell.row if any(key.partition(".")[0] == "strategy" for key in cell.values) else label
         settings["cell"] = cell.model_copy(update={"row": own}).model_dump()
     planned, found = (flat_settings(layer) for layer in (merge_layers(layers[:-1]), settings))
     changed = [key for key in sorted(compared) if found.get(key) != planned.get(key)]
@@ -190,15 +269,29 @@ def _settings_of(row: str, cell: Cell, layers: Sequence[Layer], compared: Collec
     return {**settings, "label": ", ".join([label, *values_in_words(cell), *more])}
 
 
-def _select(rows: Sequence[_Row], only: object, name: str) -> Sequence[_Row]:
-    """The rows that `only` names, which is a label or a list of labels, in the order of the file; all if it is None."""
-    known = [row.label for row in rows]
+def values_in_words(cell: Cell) -> list[str]:
+    """The values of a cell for its label, such as `lr=0.01`; a key is its last part if that is unambiguous."""
+    short = {key: _short(key) for key in cell.values}
+    names = list(short.values())
+    return [
+        f"{key if names.count(short[key]) > 1 else short[key]}={in_words(value)}" for key, value in cell.values.items()
+    ]
+
+
+def _short(key: str) -> str:
+    first, _, last = key.rpartition(".")
+    return first.rpartition(".")[2] if first and last in ("name", "kind") else last
+
+
+def _select(cells: Sequence[Layered], only: object, name: str) -> Sequence[Layered]:
+    """The cells of the runs that `only` names, a label or a list of labels, in the order of the file; None: all."""
+    known = [*dict.fromkeys(cell.row for cell, _ in cells)]
     labels = known if only is None else [str(label) for label in (only if isinstance(only, list) else [only])]
     if (unknown := [label for label in labels if label not in known]) or not labels:
         wrong = ", ".join(unknown)
         hint = did_you_mean(wrong, known) if any(known) else "it has no runs to select from"
         raise SettingsError(f"only={wrong!r} is not a label of {name}; {hint}")
-    return [row for row in rows if row.label in labels]
+    return [(cell, layers) for cell, layers in cells if cell.row in labels]
 
 
 def _check_different(runs: Sequence[Settings], name: str) -> None:
@@ -221,32 +314,20 @@ _ASKED: Any = {
 }
 
 
-def _without_training(run: Settings) -> list[Settings]:
-    """A run for each model of `evaluate.models`, or for the initial one; a run that trains as it is."""
-    return [run] if run.rounds else [_given(run, file) for file in run.evaluate.models or (run.model.weights or "",)]
+def _without_training(run: Settings) -> Iterator[tuple[str, Settings]]:
+    """A run for each model of `evaluate.models`, or for the initial one, by its label.
 
-
-def _given(run: Settings, file: str) -> Settings:
-    """The run in which the clients get the model in this file, or in this run folder, and no strategy takes part."""
-    weights = os.path.join(file, "model.safetensors") if file and path_of(file).is_dir() else file
-    label = "survey" if run.evaluate.survey else file or "the initial model"
-    clients = "own" if run.evaluate.clients is None else run.evaluate.clients
-    own: Draft = {"label": label, "model": {"weights": weights or None}, "evaluate": {"clients": clients}}
-    if run.evaluate.survey:  # the statistics of layers are means over training batches
-        own["train"] = {"batch_size": run.train.batch_size}
-    return check_settings(merge(run.model_dump(mode="json", include=_ASKED), {**own, "cell": {"row": label}}))
-
-
-def _once(runs: Sequence[Settings], name: str) -> list[Settings]:
-    """The runs without those that ask what another one asks."""
-    found: dict[str, Settings] = {}
-    for run in runs:
-        if found.setdefault(run.label if not run.rounds else run.model_dump_json(), run) != run:
-            raise SettingsError(
-                f"{name}: rounds is 0, and the runs differ in their data or network; choose one by only=LABEL and "
-                "seed=NUMBER"
-            )
-    return list(found.values())
+    The clients get the model in this file, or in this run folder, and no strategy takes part.
+    """
+    for file in run.evaluate.models or (run.model.weights or "",):
+        weights = os.path.join(file, "model.safetensors") if file and path_of(file).is_dir() else file
+        label = "survey" if run.evaluate.survey else file or "the initial model"
+        clients = "own" if run.evaluate.clients is None else run.evaluate.clients
+        own: Draft = {"label": label, "model": {"weights": weights or None}, "evaluate": {"clients": clients}}
+        if run.evaluate.survey:  # the statistics of layers are means over training batches
+            own["train"] = {"batch_size": run.train.batch_size}
+        asked = merge(run.model_dump(mode="json", include=_ASKED), {**own, "cell": {"row": label}})
+        yield label, check_settings(asked)
 
 
 # --- origins ------------------------------------------------------------------

@@ -37,9 +37,7 @@ from fedbn_flwr.trees import Draft, Tree
 from ..data import rows_by_domain
 from ..parts import Parts, plain_loss
 from .dynamics import Dynamics
-from .listener import FinishedRound, Listener, Running
-
-ByClient = dict[int, dict[str, float]]  # metrics by the number of the client
+from .listener import ByClient, FinishedRound, Listener, Running
 
 _IDENTIFIERS = (protocol.PARTITION, protocol.BATCH_EXAMPLES)
 
@@ -207,8 +205,8 @@ class Choose(Listener):
 
     def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
         if self._is_best(finished.line):
-            is_best = running.prepared.rule.traits.has_global_model
-            finished = finished.with_metrics({"best_round": finished.number}, {}, is_best=is_best)
+            has_model = running.prepared.rule.traits.has_global_model
+            finished = finished.with_metrics({"best_round": finished.number}, is_best=has_model)
         why = self.ended(finished.number) if finished.is_evaluated else ""
         return replace(finished, stopped=why, is_last=finished.is_last or bool(why))
 

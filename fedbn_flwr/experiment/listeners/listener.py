@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
@@ -20,6 +21,8 @@ from fedbn_flwr.trees import Tree
 
 from ..parts import Parts
 from ..settings import Settings
+
+ByClient = Mapping[int, Mapping[str, float]]  # metrics by the number of the client
 
 
 @dataclass(frozen=True)
@@ -102,30 +105,16 @@ class FinishedRound:
     trained: Mapping[int, int] = field(default_factory=dict)  # client -> the last round in which it trained
     replies: Mapping[int, Reply] = field(default_factory=dict)  # that are used, by client, where a listener reads them
     line: Tree = field(default_factory=dict)  # in the history
-    clients: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # the values of each client
+    clients: ByClient = field(default_factory=dict)
     is_best: bool = False  # the best one so far, by validation
     stopped: str = ""  # why no round follows although there were more, in words
     stop: BaseException | None = None  # ends the run after this round: the user asked to stop, or its time is over
     checkpoint_round: int = 0  # the round of the last checkpoint
 
-    def with_metrics(
-        self,
-        line: Tree,
-        clients: Mapping[int, Mapping[str, float]],
-        *,
-        model: ArrayRecord | None = None,
-        is_best: bool = False,
-    ) -> FinishedRound:
-        """With more metrics in the history, and more values of clients."""
+    def with_metrics(self, line: Tree, clients: ByClient = MappingProxyType({}), **others: Any) -> FinishedRound:
+        """With more metrics in the history, more values of clients, and these other fields."""
         both = {client: {**self.clients.get(client, {}), **values} for client, values in clients.items()}
-        model = self.model if model is None else model
-        return replace(
-            self,
-            line={**self.line, **line},
-            clients={**self.clients, **both},
-            model=model,
-            is_best=self.is_best or is_best,
-        )
+        return replace(self, line={**self.line, **line}, clients={**self.clients, **both}, **others)
 
 
 class Listener:

@@ -51,7 +51,7 @@ class History(Listener):
         now = time.monotonic()
         clients = {"round": finished.number, "clients": dict(sorted(finished.clients.items()))}
         about = {CLIENTS_DIGEST: digest_of(to_json(clients)), "seconds": now - self.mark}
-        finished = finished.with_metrics({**vars(running.grid.take()), **about}, {})
+        finished = finished.with_metrics({**vars(running.grid.take()), **about})
         self.mark = now
         running.folder.add_line("history.jsonl", finished.line)
         running.folder.add_line("clients.jsonl", clients)
@@ -122,15 +122,12 @@ class Saving(Listener):
         every = 1 if promises_of(running.prepared.rule) else checkpoint_every(run)  # to repeat a round costs
         if finished.number % every and not (finished.is_last or finished.stop):
             return finished
-        self._write(running, *self.latest)
-        self.latest = None
+        self._write(running)
         return replace(finished, checkpoint_round=finished.number)
 
     def on_end(self, running: Running, error: BaseException | None) -> None:
-        if self.latest is not None and running.grid.contexts() is None:  # the nodes store their state themselves
-            self._write(running, *self.latest)
-        elif self.latest is not None:  # the engine's nodes may be in the middle of a round
-            self._write_models(running, *self.latest)
+        # Nodes that store their state themselves are of the last round; the engine's may be in the middle of the next.
+        self._write(running, has_states=running.grid.contexts() is None)
 
     def _snapshot(self, running: Running, finished: FinishedRound) -> Snapshot:
         strategy, unsaved = None, None
@@ -153,21 +150,21 @@ class Saving(Listener):
             history=running.folder.digest,
         )
 
-    def _write_models(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
-        folder = running.folder
+    def _write(self, running: Running, *, has_states: bool = True) -> None:
+        """Write the models of the last and the best round and, if the nodes have its states, a checkpoint."""
+        if self.latest is None:
+            return
+        (snapshot, model), folder = self.latest, running.folder
         folder.write_model(unpack(model), snapshot.round)
         if self.best is not None:
             best, number = self.best
             folder.write_model(unpack(best), number, "model-best.safetensors")
             self.best = None
-
-    def _write(self, running: Running, snapshot: Snapshot, model: ArrayRecord) -> None:
-        self._write_models(running, snapshot, model)
-        if not snapshot.round:  # nothing to continue
-            return
-        contexts = running.grid.contexts() or {}
-        running.folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
-        return_freed_memory()  # of the files' content, to make room for the replies of the next round
+        if has_states and snapshot.round:  # after round 0 there is nothing to continue
+            contexts = running.grid.contexts() or {}
+            folder.write_checkpoint(snapshot, ((node, context.state) for node, context in contexts.items()))
+            return_freed_memory()  # of the files' content, to make room for the replies of the next round
+        self.latest = None
 
 
 def checkpoint_every(run: Settings) -> int:

@@ -24,8 +24,8 @@ from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.strategies import evaluation_round
 
 from ..settings import Settings
-from .evaluate import ByClient, Evaluate, values_in
-from .listener import FinishedRound, Listener, Running
+from .evaluate import Evaluate, values_in
+from .listener import ByClient, FinishedRound, Listener, Running
 
 
 def unseen_nodes(run: Settings, nodes: Mapping[int, int]) -> dict[int, int]:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedbn_flwr import named, strategies
 from fedbn_flwr.errors import RunFailed, UserError
-from fedbn_flwr.experiment.data import examples_of, receive
+from fedbn_flwr.experiment.data import examples_of, received
 from fedbn_flwr.experiment.parts import Parts
 from fedbn_flwr.experiment.settings import Experiment
 from fedbn_flwr.named import Make, in_a_line
@@ -140,7 +140,7 @@ def _arrive(given: Mapping[str, Make], places: Mapping[str, Stored]) -> None:
     """In an actor: use the parts that it cannot import, and the data sets in the object store."""
     named.given.update(given)
     for examples, place in places.items():
-        receive(examples, ray.get(place))  # type: ignore[arg-type]
+        received[examples] = ray.get(place)  # type: ignore[assignment]
 
 
 def stage(folder: Path, modules: Iterable[str]) -> None:
