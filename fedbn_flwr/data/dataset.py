@@ -229,8 +229,7 @@ class DataSet(DataForm):
         """
         words = {"train": "training"}.get(part, part)
         if absent is not None:
-            gaps = [some.isnan().reshape(len(absent), -1).any(1) for some in tensors(self.train.inputs)]
-            there = rows[~torch.stack([absent, *gaps]).any(0)[rows]]
+            there = rows[~(absent | self.train.gaps)[rows]]
             problem = f"every {words} example of {self.name!r} ({len(rows)}) lacks an input or a label, so none is left"
             error_if(not len(there), problem)
             if dropped := len(rows) - len(there):

@@ -62,6 +62,11 @@ class Examples:
         return self.sent_to or main_input(self.inputs).device
 
     @property
+    def gaps(self) -> Tensor:
+        """bool [N]: whether an input of the example is missing (NaN)."""
+        return torch.stack([part.isnan().reshape(len(self), -1).any(1) for part in tensors(self.inputs)]).any(0)
+
+    @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (*tensors(self.inputs), *tensors(self.targets)))
 

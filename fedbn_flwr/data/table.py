@@ -245,14 +245,16 @@ def joined(name: str, train: Table, test: Table | None = None) -> Table:
     if test is None:
         return train
     known = {*test.names}
-    parts = [train.columns, test.columns.select([column for column in train.names if column in known])]
-    for column in parts[1].column_names:
-        kinds = {part.schema.field(column).type for part in parts}
+    shared = [column for column in train.names if column in known]
+    for column in shared:
+        kinds = {part.columns[column].type for part in (train, test)}
         if len(kinds) > 1 and pa.string() in kinds and not any(map(pa.types.is_nested, kinds)):
             # The texts of one split happen to be numbers.
-            parts = [_with_texts(part, column) for part in parts]
+            train, test = (
+                part.with_columns({column: part.columns[column].cast(pa.string())}) for part in (train, test)
+            )
     try:
-        columns = pa.concat_tables(parts, promote_options="permissive")
+        columns = pa.concat_tables([train.columns, test.columns.select(shared)], promote_options="permissive")
     except pa.ArrowException as error:
         raise DataError(
             f"{name!r}: train and test have columns of different types; expected the same",
@@ -265,7 +267,3 @@ def joined(name: str, train: Table, test: Table | None = None) -> Table:
         fingerprint=train.fingerprint + test.fingerprint,
         only_train=tuple(column for column in train.names if column not in known),
     )
-
-
-def _with_texts(table: pa.Table, column: str) -> pa.Table:
-    return table.set_column(table.column_names.index(column), column, table[column].cast(pa.string()))

@@ -22,7 +22,7 @@ from flwr.serverapp import strategy as flower
 
 from fedbn_flwr import LocalGrid, client_app
 from fedbn_flwr.commands import cli
-from fedbn_flwr.errors import RunFailed, SettingsError
+from fedbn_flwr.errors import RunFailed, SettingsError, UserError
 from fedbn_flwr.experiment.data import forget_data
 from fedbn_flwr.experiment.node import make_client
 from fedbn_flwr.experiment.run.launch import serve
@@ -244,7 +244,7 @@ def test_only_settings_without_effect_may_change_before_a_resume(tmp_path: Path)
     history.write_text(whole + '{"round": 4, "accu')  # cut off by a crash
     assert [line["round"] for line in run.history()] == [1, 2, 3]
     history.write_text("".join(whole.splitlines(keepends=True)[:2]))
-    with pytest.raises(SettingsError, match=r"of round 3, but history\.jsonl has the rounds \[1, 2\]"):
+    with pytest.raises(UserError, match=r"history\.jsonl': it has 2 of the 3 rounds before the checkpoint, or other"):
         session("FedAvg", tmp_path / "run")
 
 

@@ -5,7 +5,7 @@ PARTS = {
         "check": "check:add",
         "model": "model:add_model",
         "predict": "model:add_predict",
-        "export": "export:add",
+        "export": "model:add_export",
         "adapt": "adapt:add",
     }
 }

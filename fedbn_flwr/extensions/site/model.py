@@ -1,4 +1,4 @@
-"""`fedbn model` and `fedbn predict`: a client's model after a run, and predictions with it or with the global model."""
+"""`fedbn model`, `fedbn predict` and `fedbn export`: what a run's global model, or a client's, is for after the run."""
 
 from __future__ import annotations
 
@@ -67,6 +67,29 @@ def add_predict(commands: Commands) -> None:
     )
 
 
+def add_export(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "export",
+        export,
+        summary="write a run's model, or a client's, for use without this project",
+        description=(
+            "Write the global model or, with --client or --state, a client's model to one file, which normalises its "
+            f"inputs and has the names of the classes. The file is loaded and compared with the run's network. {RUN}"
+        ),
+        epilog="Example: fedbn export runs/mine/FixBN --format torch --fold --out model.pt2",
+    )
+    add_run(parser)
+    parser.add_argument(
+        "--format",
+        choices=("torch", "onnx", "safetensors"),
+        default="torch",
+        help="torch.export (default), ONNX, or weights by safetensors",
+    )
+    parser.add_argument("--fold", action="store_true", help="make batch norms part of the layers before them")
+    parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the model")
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of the run")
     parser.add_argument("--state", type=Path, metavar="DIR", help="the state folder of the site's node")
@@ -127,6 +150,18 @@ def predict(arguments: argparse.Namespace) -> None:
         print(f"masks: {folder}, with the number of a class for each pixel")
 
 
+def export(arguments: argparse.Namespace) -> None:
+    with loading():
+        from fedbn_flwr import named
+        from fedbn_flwr.results.read import portable
+        from fedbn_flwr.results.text import printable
+
+    with named.only(arguments.allow):
+        folder, model = model_of(arguments)
+        said = portable.export(folder, model, arguments.out, arguments.format, fold=arguments.fold)
+    print("\n".join([*map(printable, said), f"model: {arguments.out}"]))
+
+
 def model_of(arguments: argparse.Namespace) -> tuple[RunReader, nn.Module]:
     """Load the model that the options ask for, and print which one it is."""
     with loading():
@@ -135,11 +170,14 @@ def model_of(arguments: argparse.Namespace) -> tuple[RunReader, nn.Module]:
         from fedbn_flwr.results.text import printable
 
     result = Result.read(arguments.run, allow=arguments.allow)
-    label, client = printable(result.label), None
-    if arguments.client is not None:
-        client = _number_of(result.files, arguments.client)
-    if arguments.state is None and client is None:
-        model = global_model(result.files)
+    folder, label = result.files, printable(result.label)
+    client = None if arguments.client is None else _number_of(folder, arguments.client)
+    if arguments.state is not None:
+        found = site_model(folder, arguments.state, client)
+    elif client is not None:
+        found = personal_model(folder, client)
+    else:
+        model = global_model(folder)
         print(f"the global model of {label}")
         if result.summary.personal:
             print(
@@ -147,16 +185,12 @@ def model_of(arguments: argparse.Namespace) -> tuple[RunReader, nn.Module]:
                 "badly; give --client N for a client's model, or --state DIR at a site",
                 file=sys.stderr,
             )
-        return result.files, model
-    if client is not None and arguments.state is None:
-        found = personal_model(result.files, client)
-    else:
-        found = site_model(result.files, arguments.state, client)
+        return folder, model
     print(
-        f"the model of client {result.files.name_of(found.client)}: {label} after round {found.round}, and {found.own} "
+        f"the model of client {folder.name_of(found.client)}: {label} after round {found.round}, and {found.own} "
         f"arrays of its own, of round {found.state_round}"
     )
-    return result.files, found.network
+    return folder, found.network
 
 
 def _number_of(folder: RunReader, client: str) -> int:

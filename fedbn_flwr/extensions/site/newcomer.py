@@ -119,17 +119,7 @@ def write(result: Result, model: nn.Module, way: str, out: Path) -> None:
         if (text := read_text(result.folder / name)) is not None:
             write_text(out / name, text)
     folder, state = RunFolder(out), model.state_dict()
-    folder.write_summary(
-        replace(
-            result.summary,
-            label=f"{result.label} ({WAYS[way]})",
-            personal=None,
-            rounds=0,
-            seconds=0.0,
-            traffic=Traffic(),
-            values={},
-        )
-    )
+    folder.write_summary(replace(result.summary.of(()), label=f"{result.label} ({WAYS[way]})", personal=None))
     kinds = roles(state)
     folder.write_model(
         {key: value.numpy() for key, value in state.items() if kinds[key] is not Role.COUNTER}, result.summary.rounds

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fedbn_flwr import named
-from fedbn_flwr.batch import count, first, tensors
+from fedbn_flwr.batch import count, first
 from fedbn_flwr.client.evaluation import evaluate, metric_inputs
 from fedbn_flwr.client.losses import logits_of
 from fedbn_flwr.data.batches import TestBatches
@@ -84,11 +84,9 @@ def opened(folder: RunReader, path: Path, ident: str | None = None, part: Part =
         data = replace(data, train=getattr(data, part))
     else:
         table, data, said = _read(source, model, path, ident, part)
-    found, missing = data.train, torch.zeros(len(data.train), dtype=torch.bool)
+    found, targets, there = data.train, first(data.train.targets), torch.arange(len(data.train))
     if source.missing == "drop":
-        absent = [some.isnan().reshape(len(some), -1).any(1) for some in tensors(found.inputs)]
-        missing = torch.stack(absent).any(0)
-    there, targets = (~missing).nonzero()[:, 0], first(found.targets)
+        there = there[~found.gaps]
     known = ~(targets.isnan() if targets.is_floating_point() else targets < 0).reshape(len(targets), -1).any(1)
     batches = partial(TestBatches, found, model.normalise.moments, run.evaluate.batch_size)
     return Opened(task, model, source, table, data, there, batches(there), batches(there[known[there]]), said)

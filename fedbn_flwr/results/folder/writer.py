@@ -93,14 +93,10 @@ class RunFolder(RunReader):
         elif lost := len(self.history()):
             log_once(f"{self.path} has no checkpoint of its {lost} rounds; the run begins again at round 1")
         kept = {LINES[0]: [line for line in self.history() if 0 < line["round"] <= done]}
-        if (rounds := [line["round"] for line in kept[LINES[0]]]) != list(range(1, done + 1)):
-            raise SettingsError(
-                f"{str(self.path)!r} cannot be resumed: its checkpoint is of round {done}, but history.jsonl has the "
-                f"rounds {rounds}; restore the folder from a copy, or start again with another --out"
-            )
         self._lines = hashlib.sha256(_text_of(kept[LINES[0]]).encode())
         if saved is not None and saved.history != self.digest:
-            raise damaged(self.path / "history.jsonl", "its rounds are not the ones before the checkpoint")
+            found = f"it has {len(kept[LINES[0]])} of the {done} rounds before the checkpoint, or other ones"
+            raise damaged(self.path / LINES[0], found)
         kept |= {name: [line for line in self.lines(name) if 0 < line["round"] <= done] for name in LINES[1:]}
         summary = self.readable_summary()
         session = {**environment(), "modules": sources(config), **more}

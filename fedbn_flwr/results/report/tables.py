@@ -310,10 +310,11 @@ def judged_table(rows: Sequence[Row]) -> Table:
 def participation_table(rows: Sequence[Row]) -> Lines:
     """Each client's examples and rounds, of runs on data of sites and of those that lacked clients; and how it trained,
     if that differs."""
-    lines: Lines = []
-    for row in rows:
-        if (run := next(filter(_clients_differ, row.counted), None)) is None:
-            continue
+    runs = {row.label: run for row in rows if (run := next(filter(_clients_differ, row.counted), None))}
+    own = [key for key in OWN_TRAINING if any(key in run.clients for run in runs.values())]
+    training = [key.replace("_", " ") for key in own]
+    lines: Lines = [("run", "client", "training examples", "rounds", "last round", *training)]
+    for label, run in runs.items():
         trained: dict[str, dict[int, Mapping[str, float]]] = {}
         for line in run.files.lines("clients.jsonl"):
             for client, values in line["clients"].items():
@@ -321,20 +322,10 @@ def participation_table(rows: Sequence[Row]) -> Lines:
                     trained.setdefault(client, {})[line["round"]] = values
         for client, found in sorted(trained.items(), key=lambda item: int(item[0]))[:_SHOWN_CLIENTS]:
             values = found[last := max(found)]
-            own = [f"{values[key]:g}" if key in values else "" for key in OWN_TRAINING]
-            lines.append(
-                (row.label, run.files.name_of(client), f"{values['examples']:,.0f}", str(len(found)), str(last), *own)
-            )
-    titles = (
-        "run",
-        "client",
-        "training examples",
-        "rounds",
-        "last round",
-        *(key.replace("_", " ") for key in OWN_TRAINING),
-    )
-    shown = [place for place in range(len(titles)) if place < 5 or any(line[place] for line in lines)]
-    return [tuple(line[place] for place in shown) for line in (titles, *lines)]
+            cells = [f"{values['examples']:,.0f}", str(len(found)), str(last)]
+            cells += [f"{values[key]:g}" if key in values else "" for key in own]
+            lines.append((label, run.files.name_of(client), *cells))
+    return lines
 
 
 def _clients_differ(run: Result) -> bool:

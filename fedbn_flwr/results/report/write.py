@@ -31,6 +31,7 @@ from .rows import Row, choose, group, runs_of, sweeps
 from .tables import (
     DEFAULT,
     ReportForm,
+    Table,
     as_csv,
     as_markdown,
     differing_settings,
@@ -84,7 +85,7 @@ def report_on(
         _write(out / "report.json", to_json([_content(run, row in rows) for row in every for run in row.runs]) + "\n")
         paths = {"table": out / "report.md", **({"plot": out / "report.png"} if shown else {}), **paths}
     pictures = pictures_of_page(rows, form) if shown and whole else [("Pictures", "", shown.values())]
-    _write(file, page(every, form, pictures))
+    _write(file, page(rows, found, notices, pictures))
     written = "\n".join(f"{what + ':':6} {from_here(path)}" for what, path in paths.items())
     return "\n\n".join([*notices, tables_as_text(found) + missing, written])
 
@@ -126,9 +127,9 @@ def _content(run: Result, chosen: bool) -> Tree:
 # --- the page ---
 
 
-def page(every: Sequence[Row], form: ReportForm, drawn: Pictures = ()) -> str:
-    rows, numbers = choose(every), count()
-    runs, sections = runs_of(rows), dict[str, list[object]]()
+def page(rows: Sequence[Row], found: Sequence[Table], notices: Sequence[str], drawn: Pictures = ()) -> str:
+    """The page on the chosen rows, with these tables and sentences."""
+    numbers, runs, sections = count(), runs_of(rows), dict[str, list[object]]()
     for heading, name, pictures in drawn:
         if shown := [(_svg(*numbered), numbered[1]) for numbered in zip(numbers, pictures, strict=False)]:
             sections.setdefault(heading, []).append((name, shown))
@@ -137,8 +138,8 @@ def page(every: Sequence[Row], form: ReportForm, drawn: Pictures = ()) -> str:
     made = f"Made by fedbn-flwr {__version__} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC."
     return template("page").render(
         title=", ".join(dict.fromkeys(run.summary.name for run in runs)),
-        about=" ".join([set_up(rows), f"{words}. {made}", *notes(every)]),
-        tables=tables(every, form),
+        about=" ".join([set_up(rows), f"{words}. {made}", *notices]),
+        tables=found,
         sections=sections,
         settings=differing_settings(rows),
         runs=[(run, _details(run)) for run in runs],

@@ -37,7 +37,7 @@ from fedbn_flwr.results.folder.summary import Summary
 from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.read.runs import find_runs, read_state
-from fedbn_flwr.results.report.tables import DEFAULT
+from fedbn_flwr.results.report.tables import notes, tables
 from fedbn_flwr.results.report.write import page, write_report
 from fedbn_flwr.storage import read_store, write_store
 from tests.support.fixtures import drawing
@@ -79,7 +79,8 @@ def with_other_value(content: bytes, seed: int, name: str) -> bytes:
 def read_all(folder: Path) -> None:
     """What a report and `fedbn status` read."""
     read_state(folder)
-    page(rows_of(folder), DEFAULT)
+    rows = rows_of(folder)
+    page(rows, tables(rows), notes(rows))
     for found in find_runs([folder]):
         for name in ("partition.json", "norms.jsonl", "clients.jsonl"):
             RunFolder(found.folder).lines(name) if name.endswith("l") else RunFolder(found.folder).read(name)
