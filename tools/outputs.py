@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from results import RESULTS, Row, Table
+from results import RESULTS, Row, Table, as_csv
 from scipy.stats import rankdata
 
 
@@ -243,15 +243,16 @@ def by_network() -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def diagnosed() -> Table:
+def diagnosed() -> str:
+    """Every cell, as docs/results/diagnose/cells.csv has it."""
     names = ("network", "data", "clients", "steps", "seed")
-    rows: list[Row] = []
+    rows = list[tuple[str, ...]]()
     for each in cells():
         errors = (each["error"]["0"], each["dealt"]["0"], each["labels"], each["inputs"])
         lost = (f"{each[kind]:+.1f}" for kind in ("to group norm", "to central"))
         rows.append((*(each[name] for name in names), *(f"{value:.2f}" for value in errors), *lost))
     measures = ("error", "dealt", "labels apart", "inputs apart")
-    return (*names, *measures, "lost to group norm", "lost to central"), rows
+    return as_csv((*names, *measures, "lost to group norm", "lost to central"), rows)
 
 
 def predicted() -> Table:
@@ -308,7 +309,6 @@ def thresholds() -> Table:
 
 
 TABLES: dict[str, Callable[[], Table]] = {
-    "results diagnosed": diagnosed,
     "results predicted": predicted,
     "results thresholds": thresholds,
     "results rivals": rivals,

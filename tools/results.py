@@ -474,8 +474,11 @@ def costs() -> Table:
     return ("run", "accuracy, %", "communication rounds", *pairs), rows
 
 
+COLUMNS = ("data", "network", "clients", "rounds", "local work", "batch", "rate")
+
+
 def setup(settings: Mapping[str, Any]) -> dict[str, str]:
-    """What the table of a page's sets has of a run."""
+    """What the list of sets has of a run."""
     data, train = settings["data"], settings["train"]
     own = {key.partition("_")[0]: number for key, number in data["partition"].items() if isinstance(number, int)}
     other_size = data["size"] and data["size"] != CATALOGUE[data["name"]].size
@@ -501,43 +504,33 @@ def common(values: Iterable[str]) -> str:
     return " / ".join([first, *(each.removeprefix(start) for each in others)])
 
 
-MANY = 5
+def ran(of_set: str) -> tuple[str, ...]:
+    """What most runs of a set have, and their seeds."""
+    setups = [setup(run.settings) for run in read(of_set)]
+    return *(common(each[key] for each in setups) for key in COLUMNS), str(len({run.seed for run in read(of_set)}))
 
 
-def sets(page: str) -> Table:
-    """The sets of a page with their files: what most of their runs have, where sets differ, and their seeds."""
-    found = dict[str, dict[str, str]]()
-    for file in sorted((RESULTS / page).glob("*/report.json")):
-        name = file.relative_to(RESULTS)
-        runs = read(name.parent.as_posix())
-        setups = [setup(run.settings) for run in runs]
-        own = {key: common(each[key] for each in setups) for key in setups[0]}
-        files = [each.relative_to(RESULTS) for each in sorted(file.parent.glob("settings*.yaml"))]
-        links = (f"[{each.stem.replace('-', ': ')}]({each.as_posix()})" for each in files)
-        title = ", ".join([f"[{file.parent.name}]({name.as_posix()})", *links])
-        found[title] = own | {"seeds": str(len({run.seed for run in runs}))}
-    (*rows,) = found.values()
-    columns = [key for key in rows[0] if len(rows) == 1 or len({row[key] for row in rows}) > 1]
-    usual = dict[str, str]()
-    if len(rows) >= MANY:  # then a cell has what is unusual
-        most = {key: Counter(row[key] for row in rows).most_common(1)[0] for key in columns}
-        usual = {key: value for key, (value, count) in most.items() if 2 * count > len(rows)}
-        found = {"*where empty*": usual} | found
-    return ("set", *columns), [
-        (name, *("" if row is not usual and row[key] == usual.get(key) else row.get(key, "") for key in columns))
-        for name, row in found.items()
-    ]
+def main_sets(name: str) -> Table:
+    """What a page is about mainly, by its section."""
+    rows: list[Row] = [(title, *ran(of_set)) for title, of_set in specification("results/tables.yaml")[name].items()]
+    return ("section", *COLUMNS, "seeds"), rows
+
+
+def sets() -> str:
+    """Every set with its files, as docs/results/sets.csv has them."""
+    rows = list[tuple[str, ...]]()
+    for file in sorted(RESULTS.glob("*/*/report.json")):
+        name = file.parent.relative_to(RESULTS).as_posix()
+        files = " ".join(each.name for each in (file, *sorted(file.parent.glob("settings*.yaml"))))
+        rows.append((name, *ran(name), files))
+    return as_csv(("set", *COLUMNS, "seeds", "files"), rows)
 
 
 TABLES: dict[str, Callable[[], Table]] = {
     **{
-        name: functools.partial(grid, name)
+        name: functools.partial(main_sets if name.startswith("main sets") else grid, name)
         for name, spec in specification("results/tables.yaml").items()
         if "differences" not in spec
-    },
-    **{
-        f"sets {page}": functools.partial(sets, page)
-        for page in {file.parents[1].name for file in RESULTS.glob("*/*/report.json")}
     },
     "evidence": evidence,
     "claims": claims,

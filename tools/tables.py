@@ -296,6 +296,8 @@ TEXTS: dict[str, Callable[[], str]] = {
 FILES = {  # what is too long for a page
     results.RESULTS / "differences.csv": results.comparisons,
     results.RESULTS / "papers.csv": measured.papers,
+    results.RESULTS / "sets.csv": results.sets,
+    results.RESULTS / "diagnose" / "cells.csv": outputs.diagnosed,
 }
 
 

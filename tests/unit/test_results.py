@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 import shlex
 import statistics
@@ -27,6 +28,7 @@ from tests.support.pages import BLOCK
 
 RESULTS = results.RESULTS
 DIFFERENCES = [name for name, spec in results.specification("results/tables.yaml").items() if "differences" in spec]
+LISTED = [*csv.DictReader(results.sets().splitlines())]
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(RESULTS.glob("*.md"))}
 
 
@@ -39,8 +41,9 @@ def test_each_table_of_a_results_page_is_generated() -> None:
 
 
 def test_each_raw_file_is_used_by_a_page() -> None:
-    """By a link, a generated table or a command; environments.json is next to the report."""
+    """By sets.csv, a link, a generated table or a command; environments.json is next to the report."""
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    pages += "\n".join(f"{each['set']}/{file}" for each in LISTED for file in each["files"].split())
     files = (file for file in RESULTS.glob("*/**/*") if file.is_file() and "__pycache__" not in file.parts)
     kept = [file.relative_to(RESULTS).as_posix() for file in files]
     assert len(kept) > 100
@@ -369,25 +372,25 @@ class Command(NamedTuple):
 
 
 def commands(page: Path) -> Iterator[Command]:
-    """Those of the page's blocks, and one for each linked file of settings."""
-    content = page.read_text(encoding="utf-8")
-    places = ["", *(f"{name}/" for name in re.findall(r"<!-- table: sets (\w+) -->", content))]
-    for kind, text in BLOCK.findall(content):
+    """Those of the page's blocks."""
+    for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")):
         folder = ROOT
         for line in re.sub(r" *\\\n *", " ", text).splitlines() if kind == "bash" else ():
             where, _, line = line.rpartition(" && ")
             folder = ROOT / where.removeprefix("cd ") if where else folder
             if line.startswith("fedbn run "):
                 words = re.findall(r"[^\s,:]+", line.partition(" # ")[2])
-                named = (f"{place}{word}" for word in words for place in places)
-                found = tuple(each for each in named if (results.RESULTS / each / "report.json").is_file())
-                yield Command(folder, line, found)
-    for name, file in re.findall(r"\]\(([\w/.-]+)/(settings[\w-]*\.yaml)\)", content):
-        yield Command(results.RESULTS / name, f"fedbn run {file}", (name,))
+                yield Command(folder, line, tuple(each for each in words if each in SETS))
 
 
-COMMANDS = [command for page in sorted(results.RESULTS.glob("*.md")) for command in commands(page)]
-SETS = sorted(file.parent.relative_to(results.RESULTS).as_posix() for file in results.RESULTS.rglob("report.json"))
+SETS = [each["set"] for each in LISTED]
+COMMANDS = [command for page in sorted(RESULTS.glob("*.md")) for command in commands(page)]
+COMMANDS += [
+    Command(RESULTS / each["set"], f"fedbn run {file}", (each["set"],))
+    for each in LISTED
+    for file in each["files"].split()
+    if file.startswith("settings")
+]
 
 
 @pytest.mark.slow
