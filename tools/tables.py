@@ -128,8 +128,8 @@ def strategies() -> Table:
     rows: list[Row] = []
     for name in STRATEGIES:
         own = ", ".join(f"`{argument.name}`" for argument in describe(name).arguments)
-        rows.append((f"[`{name}`](../strategies/{concepts.page_of(name)}.md)", describe(name).does, own))
-    return ("strategy", "what it does", "arguments of its own"), rows
+        rows.append((f"[`{name}`](../strategies/{concepts.page_of(name)}.md)", own))
+    return ("strategy", "arguments of its own"), rows
 
 
 def arguments_of(name: str) -> Table:

@@ -152,10 +152,8 @@ class Source(Section):
     test: Split | None = setting(
         None,
         "name of the test split; in a folder, the prefix of its files (`val*` if there is no `test*`); or a "
-        "share of the examples to hold out, such as 0.2: the same for all seeds, in proportion to classes, "
-        "domains and groups; or a mapping that keeps patients together (`{share: 0.2, by: patient}`), tests on the "
-        "last examples (`{share: 0.2, time: date}`), or draws a split per seed (`{share: 0.2, split: seed}`, "
-        "`{folds: 5}`), see [Data](data.md#the-test-split)",
+        "share of the examples to hold out, such as 0.2; or a mapping, such as `{share: 0.2, by: patient}`, see "
+        "[Data](data.md#the-test-split)",
     )
     categories: Categories = setting(
         {}, "the values of text columns, `{sex: [f, m]}`: each value becomes an input of 0 or 1"

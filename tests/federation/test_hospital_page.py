@@ -32,8 +32,8 @@ def test_the_page_s_commands_print_what_it_shows(tmp_path: Path, monkeypatch: py
 
 
 def test_the_code_of_the_page_is_that_of_the_example() -> None:
-    """Each block is in a file, but for the change of the server's strategy and the noise."""
+    """Each block is in a file, but for the change of the server's strategy."""
     files = [file.read_text(encoding="utf-8") for file in FILES.glob("*.*")]
     shown = [code for kind, code, _ in Page(ROOT / "docs" / "hospital.md").blocks() if kind in ("python", "yaml")]
     missing = [code for code in shown if not any(code.strip() in file for file in files)]
-    assert [code.splitlines()[0].rpartition(" ")[2] for code in missing] == ["FedBN", "LocalDpMod"]
+    assert [code.splitlines()[0].rpartition(" ")[2] for code in missing] == ["FedBN"]
