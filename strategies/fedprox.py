@@ -1,6 +1,6 @@
 """FedProx (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", https://arxiv.org/abs/1812.06127).
 
-FedAvg whose clients add mu/2 ||w - w_t||^2 to their loss, where w are the parameters and w_t those received from the
+FedAvg whose clients add mu/2 ||w - w_t||^2 to their loss, where w are the parameters and w_t the ones received from the
 server (equation 2). The server requests the term by Flower's key `proximal-mu`, so this strategy works with clients
 written for Flower's FedProx, and Flower's FedProx works with a BNClient.
 """

@@ -15,7 +15,7 @@ Choices that the paper leaves open:
   Parameters that stay on a client have none either, because they are not averaged.
 - The server also keeps every c_i, on its disk, and takes one out of c if the client has lost it. Under secure
   aggregation it has only means: if they report that some of the clients have lost theirs, every c_i begins at zero
-  again. So it is if a file is missing.
+  again. The same happens if a file is missing.
 """
 
 from __future__ import annotations
