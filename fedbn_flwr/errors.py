@@ -195,19 +195,6 @@ def install(extra: str = "") -> str:
     return f"pip install 'PATH/TO/CLONE{f'[{extra}]' if extra else ''}', with the path of your clone of fedbn-flwr"
 
 
-OF_RUN_CONFIG = "`out` in --run-config", "`resume=true` in --run-config"
-
-
-@contextmanager
-def options_as(out: str, resume: str) -> Iterator[None]:
-    """Adapt advice for `fedbn run`, such as `--out` or `--resume`, to the way in which the run was started."""
-    try:
-        yield
-    except FedbnError as error:
-        error.args = tuple(str(argument).replace("--out", out).replace("--resume", resume) for argument in error.args)
-        raise
-
-
 @contextmanager
 def needs(extra: str, what: str) -> Iterator[None]:
     """Wrap imports of packages that only this extra installs; `what` names the feature that needs them."""

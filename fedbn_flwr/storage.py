@@ -123,7 +123,7 @@ def read_store(path: Path) -> dict[str, bytes]:
 
 @contextmanager
 def opened_store(path: Path) -> Iterator[Mapping[str, bytes]]:
-    """The entries of a store, each of which is read and checked when it is asked for; errors as of `read_store`."""
+    """The entries of a store; each is read and checked when it is asked for. Errors are as in `read_store`."""
     try:
         stream = open_regular(path)
     except OSError as error:

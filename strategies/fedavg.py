@@ -40,7 +40,7 @@ from fedbn_flwr.trees import Tree
 
 MeanOfMetrics = Callable[[list[RecordDict], str], MetricRecord]
 Share = Annotated[float, Ge(0), Le(1)]  # of the nodes
-Nodes = Annotated[int, Ge(0), "a number of nodes"]
+Count = Annotated[int, Ge(0), "a number of nodes"]
 Names = Annotated[str | Sequence[str], "a name or a list of names, such as ['fc', 'layer4*', 'affine']"]
 
 
@@ -72,9 +72,9 @@ class FedAvg(Rule, Base, FlowerFedAvg):
         self,
         fraction_train: Share = 1.0,
         fraction_evaluate: Share = 1.0,
-        min_train_nodes: Nodes = 2,
-        min_evaluate_nodes: Nodes = 2,
-        min_available_nodes: Nodes = 2,
+        min_train_nodes: Count = 2,
+        min_evaluate_nodes: Count = 2,
+        min_available_nodes: Count = 2,
         weighted_by_key: str = protocol.NUM_EXAMPLES,
         arrayrecord_key: str = "arrays",
         configrecord_key: str = "config",

@@ -22,7 +22,7 @@ from .fedavg import FedAvg
 
 
 class LocalNorm(FedAvg):
-    """FedAvg over all arrays except those of the roles `traits.local`, which stay on the client.
+    """FedAvg in which arrays of the roles `traits.local` stay on the client.
 
     A model without these roles raises an error, since training would be plain FedAvg. The subclasses describe
     `global_norm`, which is also about arrays that stay by FedAvg's `kept`.

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from annotated_types import Ge
 
-from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors
+from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, elementwise
 from fedbn_flwr.errors import MessageError, SettingsError
 from fedbn_flwr.messages.aggregate import Arrays, cast
 from fedbn_flwr.messages.arrays import unpack
@@ -115,7 +115,6 @@ class FedNovaClient(ClientRule):
         NORMALISED: Key("true", f"report `{EFFECTIVE_STEPS}`, the sum of its gradients' coefficients in its change")
     }
     order = 2  # begins after the rules that load momentum
-    elementwise = True
 
     def begin(self, w: Tensors) -> Memo:
         optimizer = self.local.optimizer
@@ -140,6 +139,7 @@ class FedNovaClient(ClientRule):
             )
         return {}
 
+    @elementwise
     def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
         if (rates := rates_of(self.local.optimizer.torch)) != self.rates:
             raise MessageError(

@@ -1,6 +1,6 @@
 """FedProx (Li et al. 2020, "Federated Optimization in Heterogeneous Networks", https://arxiv.org/abs/1812.06127).
 
-FedAvg whose clients add mu/2 ||w - w_t||^2 to their loss, where w are the parameters and w_t those received from the
+FedAvg whose clients add mu/2 ||w - w_t||^2 to their loss, where w are the parameters and w_t the ones received from the
 server (equation 2). The server requests the term by Flower's key `proximal-mu`, so this strategy works with clients
 written for Flower's FedProx, and Flower's FedProx works with a BNClient.
 """
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge
 
-from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, add_, clone, sub
+from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, add_, clone, elementwise, sub
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.server.traits import Round
 
@@ -43,10 +43,10 @@ class FedProxClient(ClientRule):
     """Adds mu/2 ||w - w_t||^2 to the loss by adding its gradient mu (w - w_t), which needs no autograd graph."""
 
     keys = {PROXIMAL_MU: Key("float", "add mu/2 times the squared distance to the received parameters (Flower's key)")}
-    elementwise = True
 
     def begin(self, w: Tensors) -> Memo:
         return {"received": clone(w)}  # w_t
 
+    @elementwise
     def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
         add_(g, sub(w, memo["received"]), alpha=float(self.local.config[PROXIMAL_MU]))

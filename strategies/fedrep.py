@@ -75,7 +75,7 @@ class FedRepClient(ClientRule):
         local.resources.callback(_train_only, trained, trained)
         _train_only(head, trained)
         for number in range(local.config[HEAD_EPOCHS]):
-            # Other draws than those of the round's own epochs, 0, 1, ...
+            # The round's own epochs are 0, 1, ...; negative numbers draw other orders.
             yield from local.epoch(~number)
         _train_only(body, trained)
         yield from batches

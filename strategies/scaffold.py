@@ -15,7 +15,7 @@ Choices that the paper leaves open:
   Parameters that stay on a client have none either, because they are not averaged.
 - The server also keeps every c_i, on its disk, and takes one out of c if the client has lost it. Under secure
   aggregation it has only means: if they report that some of the clients have lost theirs, every c_i begins at zero
-  again. So it is if a file is missing.
+  again. The same happens if a file is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from flwr.app import Message
 
-from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, add_
+from fedbn_flwr.client.rule import ClientRule, Key, Memo, Tensors, add_, elementwise
 from fedbn_flwr.errors import LOG, StorageError, log_once
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.aggregate import Arrays, cast
@@ -137,7 +137,6 @@ class ScaffoldClient(ClientRule):
         CONTROL_ROUND: Key("int", "use the client's control variate of this round; 0: use zero"),
     }
     order = -1  # before the other rules: g_i is the unchanged gradient
-    elementwise = True
 
     def begin(self, w: Tensors) -> Memo:
         self.known = int(self.local.config.get(CONTROL_ROUND, 0))  # the server has added the c_i of this round
@@ -146,6 +145,7 @@ class ScaffoldClient(ClientRule):
         corrections = {name: tensor_like(c.get(name), p) - tensor_like(self.own.get(name), p) for name, p in w.items()}
         return {"corrections": corrections, "sums": {name: torch.zeros_like(p) for name, p in w.items()}}
 
+    @elementwise
     def adjust(self, w: Tensors, g: Tensors, memo: Memo) -> None:
         add_(memo["sums"], g)
         add_(g, memo["corrections"])

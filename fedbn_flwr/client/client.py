@@ -337,7 +337,7 @@ class BNClient(NumPyClient):
             records={} if extras is None else extras,  # the dict itself: later messages of the round add to it
             state=self.state,
             model=self.model,
-            epoch=functools.partial(self._epoch, round_of(config)),
+            epoch=lambda number: self._pairs(epoch_of(self.train_data, round_of(config), number)),
         )
 
     def _training(self, local: LocalRound, rules: Sequence[ClientRule]) -> Training:
@@ -425,9 +425,6 @@ class BNClient(NumPyClient):
         """The pairs in the memory format of the passes; the rules' losses see it too."""
         is_last = self._inputs_last and all(is_known(rule.loss) for rule in rules)
         return map(with_channels_last, pairs) if is_last else pairs
-
-    def _epoch(self, server_round: int, number: int) -> Iterator[Batch]:
-        return self._pairs(epoch_of(self.train_data, server_round, number))
 
     def _statistics(
         self, rules: Iterable[type[ClientRule]], local: LocalRound, *, pooled: bool = False

@@ -30,8 +30,8 @@ class SGD(torch.optim.SGD):
     """torch.optim.SGD without the decorators of its methods, and without checks of the parameters.
 
     The decorators import PyTorch's compiler, which takes more than a second in every worker process. The checks, in
-    every round, take longer than loading the weights, and the parameters of a module pass them. Nor does it make the
-    records for PyTorch's profiler, which take a fifth of a small network's step.
+    every round, take longer than loading the weights, and the parameters of a module pass them. It also
+    leaves out the records for PyTorch's profiler, which take a fifth of a small network's step.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ batch, `begin` runs between the first gradient and the first step, `adjust` befo
 training. `frozen` has the roles that do not train.
 
 `begin` and `adjust` work on named tensors: w are the parameters, g their gradients, and `memo` is what `begin`
-returned. If a rule is `elementwise`, these may be the tensors of several clients, stacked along a first axis, and one
-client's rule adjusts them for all. So the `adjust` of such a rule uses the operations below, or others that treat each
-element alone, and reads no attribute and no config key that differs between clients.
+returned. An `adjust` that is marked with `@elementwise` may get the tensors of several clients, stacked along a first
+axis, and adjusts them for all. So it uses the operations below, or others that treat each element alone, and reads no
+attribute and no config key that differs between clients.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,18 @@ def add_(x: Tensors, y: Tensors, alpha: float = 1.0) -> None:
 
 # --- the rules ---
 
+Adjust = TypeVar("Adjust", bound=Callable[..., None])
+
+
+def elementwise(adjust: Adjust) -> Adjust:
+    """Mark an `adjust` that treats each element of the gradients alone.
+
+    It must read no attribute and no config key that differs between clients: when several train at once, one client's
+    `adjust` is called for all.
+    """
+    adjust.elementwise = True  # type: ignore[attr-defined]
+    return adjust
+
 
 @dataclass(eq=False)
 class LocalRound:
@@ -98,10 +110,6 @@ class ClientRule:
     # prefix, so that clients find the rule.
     keys: ClassVar[Mapping[str, Key]] = {}
     order: ClassVar[int] = 0  # the rules of a round run in ascending order
-    # Whether `adjust` treats each element of the gradients alone, and reads no attribute and no config key that differs
-    # between clients: of clients that train at once, the `adjust` of one is then called for all. A subclass with an
-    # `adjust` of its own declares it again.
-    elementwise: ClassVar[bool] = False
     # Whether the rule has a `loss` or changes the model: then its rounds are not compiled, and each trains alone.
     trains_alone: bool = False
     frozen: frozenset[Role] = frozenset()  # roles of batch norm's arrays that keep the received values

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedbn_flwr.errors import OF_RUN_CONFIG, SettingsError, did_you_mean, options_as
+from fedbn_flwr.errors import SettingsError, did_you_mean
 from fedbn_flwr.trees import Draft, Tree, flat_settings
 
 from .common import Commands, add_command, continued_by, parse_pairs
@@ -141,7 +141,7 @@ def _of_experiment(run_config: Tree, defaults: Tree) -> tuple[Draft, Path, int]:
     from fedbn_flwr.experiment.file.layers import from_run_config
     from fedbn_flwr.experiment.prepare import prepare
     from fedbn_flwr.experiment.run.launch import open_folders
-    from fedbn_flwr.results.folder.places import out_folder
+    from fedbn_flwr.results.folder.places import OF_RUN_CONFIG, options_as, out_folder
 
     for key, value in run_config.items():
         if type(value) is not type(defaults[key]):

@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 
 
 def poll_often(grid: Grid) -> Grid:
-    """Make the grid of a Flower ServerApp poll for replies at short intervals; those of this package don't poll."""
+    """Make the grid of a Flower ServerApp poll for replies at short intervals; this package's own don't poll."""
     if isinstance(grid, Capabilities):
         return grid
     if hasattr(grid, "pull_interval"):  # the simulation's, 0.1 s by default

@@ -1,4 +1,4 @@
-"""One training step whose gradient is that of batch norm over the batches of all clients.
+"""One training step with the gradient of batch norm over the batches of all clients.
 
 FedTAN (Wang, Shi, Chang, "Why Batch Normalization Damage Federated Learning on Non-IID Data?", Algorithms 2 and 3):
 forward, each batch norm averages its batch mean and variance over the clients; backward, the gradients with respect to
@@ -10,8 +10,8 @@ this weight in mu and var. Among all values client i then has the share q_i, and
 
     q_i = p_i v_i / (B_i r)      r = sum_i p_i v_i / B_i      mu = sum_i q_i mu_i
 
-If all clients have examples of one size, r is that size, q_i is p_i, and B_i r is v_i. In padded series, of which only
-the real positions count (norms.variants), it is not: v_i depends on the lengths in the batch.
+If all clients have examples of one size, r is that size, q_i is p_i, and B_i r is v_i. In padded series it isn't:
+only the real positions count (norms.variants), so v_i depends on the lengths in the batch.
 
 The model stays unchanged: only during the step, each batch norm has another `forward`. Per layer
 
@@ -20,7 +20,7 @@ The model stays unchanged: only during the step, each batch norm has another `fo
 `ExchangingNorm` is an autograd function whose backward exchanges. It runs in the thread that called it, also on a GPU,
 and waits there for the other clients.
 
-The direct gradients that are exchanged follow from those of gamma and beta, which native kernels compute:
+The direct gradients that are exchanged follow from the gradients of gamma and beta, which native kernels compute:
 
     dF_i/dmu  = -gamma / sqrt(var + eps) * dF_i/dbeta
     dF_i/dvar = -gamma / (2 (var + eps)) * dF_i/dgamma
@@ -94,10 +94,10 @@ class LayerwiseStep:
     ) -> Tensor:
         batch = count(inputs)
         check_batch(batch, min_batch=self.min_batch, own_min_batch=self.own_min_batch)  # before anything is sent
-        return Exchanges(self, batch).pass_through(model, inputs, lambda outputs: loss_fn(outputs, targets))
+        return StepExchanges(self, batch).pass_through(model, inputs, lambda outputs: loss_fn(outputs, targets))
 
 
-def normalise(exchanges: Exchanges, name: str, layer: _BatchNorm, y: Tensor) -> Tensor:
+def normalise(exchanges: StepExchanges, name: str, layer: _BatchNorm, y: Tensor) -> Tensor:
     """Batch norm's forward, over all clients: y [N, C, ...]; `name` is the layer's in the model."""
     layer._check_input_dim(y)
     like = layer.weight if layer.running_mean is None else layer.running_mean  # may be float32 when y is float16
@@ -116,7 +116,7 @@ class ExchangingNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, layer: _BatchNorm, moments: Moments, exchanges: Exchanges
+        ctx: Any, y: Tensor, gamma: Tensor, beta: Tensor, layer: _BatchNorm, moments: Moments, exchanges: StepExchanges
     ) -> Tensor:
         ctx.save_for_backward(y, gamma)
         ctx.layer, ctx.moments, ctx.exchanges = layer, moments, exchanges
@@ -157,7 +157,7 @@ class Moments:
     size: float | Tensor  # B_i r
 
 
-class Exchanges:
+class StepExchanges:
     """What a client measures and exchanges in one step: moments forward, and gradients backward.
 
     Parameters

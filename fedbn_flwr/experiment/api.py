@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
-from fedbn_flwr.errors import SettingsError, UserError, locate_errors, options_as
-from fedbn_flwr.results.folder.places import out_folder
+from fedbn_flwr.errors import SettingsError, UserError, locate_errors
+from fedbn_flwr.results.folder.places import options_as, out_folder
 from fedbn_flwr.results.naming import give_name, names_in
 from fedbn_flwr.results.result import Result
 from fedbn_flwr.results.several import Results

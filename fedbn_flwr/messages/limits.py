@@ -87,7 +87,7 @@ def form_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = 
 
 
 def arrays_problem(arrays: Arrays, like: Arrays, expected: Iterable[str] | None = None) -> str | None:
-    """The reason why a client's `arrays` must not be aggregated, or None; the arguments are those of `form_problem`."""
+    """Why a client's `arrays` must not be aggregated, or None; see `form_problem` for the arguments."""
     return form_problem(arrays, like, expected) or values_problem(arrays)
 
 
@@ -108,7 +108,7 @@ def initial_problem(arrays: Arrays) -> str | None:
 def values_problems(
     cohort: Mapping[int, Arrays], sent: Arrays, variances: Collection[str] | None = None, *, compared: bool = True
 ) -> dict[int, str]:
-    """Why the values of clients must not be used, by client: those of `values_problem`, and absurd ones.
+    """Why the values of clients must not be used, by client: the problems of `values_problem`, and absurd values.
 
     NaN, infinity and negative variances are problems, since one such reply makes the global model unusable. Absurd
     values are those that training does not reach. If they are `compared`, a reply is absurd if both are true for one of

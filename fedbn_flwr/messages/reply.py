@@ -130,7 +130,7 @@ def mean_of_metrics(contents: Sequence[RecordDict], key: str) -> MetricRecord:
 
 
 def has_mean(name: str) -> bool:
-    """Whether a metric is neither an identifier nor a number of examples, such as that of another test set."""
+    """Whether a metric has a mean: it is no identifier, and counts no examples, as `own-num-examples` does."""
     return name not in (protocol.PARTITION, protocol.BATCH_EXAMPLES) and not name.endswith(protocol.NUM_EXAMPLES)
 
 

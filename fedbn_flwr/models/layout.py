@@ -1,4 +1,4 @@
-"""The memory format of convolutions: that of the filters or of the inputs, which the outputs have too.
+"""The memory format of convolutions, set for their filters or their inputs; the outputs get it too.
 
 With channels last, a CPU trains most networks faster (docs/results/performance.md#speed); the last bits of results
 differ.

@@ -142,12 +142,11 @@ def frozen_norm(model: nn.Module, frozen_roles: frozenset[Role]) -> Iterator[Non
         for layer in tracking:
             layer.training = False  # of the layer alone: dropout inside it stays on
     role_of = roles(model) if Role.AFFINE in frozen_roles else {}
-    own = [
+    frozen = [
         parameter
         for key, parameter in model.named_parameters(remove_duplicate=False)
-        if role_of.get(key) is Role.AFFINE
+        if role_of.get(key) is Role.AFFINE and parameter.requires_grad
     ]
-    frozen = [parameter for parameter in own if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:

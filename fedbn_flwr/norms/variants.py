@@ -187,7 +187,7 @@ class HybridBatchNorm(NormByBoth):
     with a biased sigma_B^2, and gradients through the batch's statistics and alpha. In evaluation it is batch norm.
 
     NOTE: theirs takes images only, and its running statistics are set by the server alone. These also follow the
-    batches with `momentum`, like those of any batch norm, unless the strategy HBN sets it to zero.
+    batches with `momentum`, as in any batch norm, unless the strategy HBN sets it to zero.
     """
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True) -> None:

@@ -43,7 +43,7 @@ class Standardised(nn.Module):
     gamma: float | None = None
 
     def standardised(self) -> Tensor:
-        """W^, in the memory format of W, which decides that of the layer's output."""
+        """W^, in the memory format of W, which the layer's output gets too."""
         strides, sizes = self.weight.stride(), self.weight.shape
         order = [0, *sorted(range(1, len(sizes)), key=lambda axis: (-strides[axis], -sizes[axis]))]  # as in memory
         ordered = self.weight.permute(order)  # a reshape would copy if channels are last

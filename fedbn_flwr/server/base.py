@@ -78,7 +78,7 @@ class Base(Hooks):
         return Roster(self.memory.partitions)
 
     def poll_of(self, messages: Iterable[Message], arrays: ArrayRecord) -> Poll:
-        """The nodes that these messages ask, of which `min_train_nodes` must answer; `arrays` is the model in them."""
+        """A poll of the nodes that these messages ask; `min_train_nodes` must answer. `arrays` is the model in them."""
         nodes = [message.metadata.dst_node_id for message in messages]
         return Poll(self.roster, nodes, max(1, self.min_train_nodes), arrays)
 
@@ -168,7 +168,7 @@ class Base(Hooks):
         return weights if self.needs_weights or any(weights) else [1.0] * len(replies)
 
     def bound_weights(self, what: str, weights: list[float]) -> list[float]:
-        """The weights, none of which is larger than the bounds allow; RunFailed if all are zero."""
+        """The weights, reduced as far as the bounds ask; RunFailed if all are zero."""
         if not sum(weights) > 0:
             raise RunFailed(
                 f"{what}: the sum of the weights of all {len(weights)} clients ({self.weighted_by_key}) is "

@@ -50,8 +50,8 @@ class Foreign(Rule, Base):
     """A strategy that is not a `Rule`: it chooses the clients and combines their replies.
 
     With a `seed`, its random choices of clients depend on the seed and the round alone. Its state consists of its
-    attributes and those of the strategies inside it. Functions and classes are not saved, since a new instance receives
-    them as arguments, nor is the state of Python's and NumPy's global random generators.
+    attributes and the attributes of the strategies inside it. Functions and classes are not saved, since a new instance
+    receives them as arguments. The state of Python's and NumPy's global random generators isn't saved either.
 
     Strategies derived from Flower's FedAvg expect one record of arrays and one of metrics in a reply, with the same
     names and keys in all replies; so they receive such replies.
@@ -64,9 +64,7 @@ class Foreign(Rule, Base):
         self.needs_weights, self.weighted_by_key = key is not None, key or protocol.NUM_EXAMPLES
         self._metrics: MetricRecord | None = None
         self._has_trained = False
-        self._changed: dict[
-            str, Any
-        ] = {}  # what the strategy changed in the config, as in Flower's tutorial: lr *= 0.5
+        self._changed: dict[str, Any] = {}  # by the strategy in the config: Flower's tutorial has lr *= 0.5
         self.breaks = {"weights": "does not report the weights of its mean"}
         if type(strategy).aggregate_train not in [mean.aggregate_train for mean in _MEANS]:
             self.breaks["known"] = "is not known to compute with nothing but the mean of the replies"

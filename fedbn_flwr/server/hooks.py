@@ -1,15 +1,15 @@
-"""The hooks of rules, of which strategies are made.
+"""The hooks of rules; a strategy is a chain of rules.
 
 Rules wrap one another and form a chain. The innermost, a `Base`, chooses the clients and judges their replies; the
 outermost runs the round (`round.Rule`) by calling every rule's hooks in this order:
 
 - `begin` prepares a run.
-- `config` has keys for the clients, those of the outermost rule first.
+- `config` returns keys for the clients, beginning with the outermost rule.
 - `outgoing` may change the messages, the innermost rule first. Then FedTAN exchanges statistics, and every rule's
   `records` are added.
 - `incoming` may change the replies, the outermost rule first.
 - `problem` judges single replies. `accepted` gets the usable ones and may change them, the innermost rule first.
-- `weights` and `combine` make the new model; a rule calls those of the rule it wraps by `super()`.
+- `weights` and `combine` make the new model; `super()` calls them on the wrapped rule.
 - `after_round` updates the state, the innermost rule first.
 - `global_model` returns the model to evaluate, and `notes` the entries of the summary.
 
@@ -200,7 +200,7 @@ def restore(rule: Hooks, state: bytes) -> None:
 
 
 def require_norm(rule: Hooks, needed: Collection[Role], arrays: ArrayRecord, use: str, instead: str = "FedAvg") -> None:
-    """Raise SettingsError if the model has no arrays of the `needed` roles: the run would equal that of `instead`."""
+    """Raise SettingsError if the model has no arrays of the `needed` roles: a run of `instead` would equal this one."""
     if set(needed).isdisjoint(roles(arrays).values()):
         missing = " or ".join(sorted(role.value for role in set(needed) - {Role.COUNTER}))
         raise SettingsError(

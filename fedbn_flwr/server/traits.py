@@ -28,7 +28,7 @@ class Round:
 class Traits:
     """The properties of a strategy that do not change during a run.
 
-    A class adds those that it declares to those of its bases, and a wrapper adds its own to those of what it wraps.
+    A class adds its own to its bases', and a wrapper adds its own to the wrapped strategy's.
     """
 
     # What the clients' steps must be: "linear", so that the mean of their first steps is the step along the mean of
@@ -107,7 +107,7 @@ class InfluenceBounds(Protocol):
         """Why values of these arrays are too far from the other clients', by node."""
 
     def weights(self, weights: Sequence[float]) -> Sequence[float]:
-        """The weights of the mean, none of which is too large."""
+        """The weights of the mean, where large ones are reduced."""
 
     def clip(self, replies: Sequence[Arrays], sent: Arrays, what: str) -> Sequence[Arrays]:
         """The clients' models, in which no array of `sent` has changed too much; `what` names the round in the log."""

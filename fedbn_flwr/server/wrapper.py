@@ -41,9 +41,8 @@ _INSTEAD = {
 class Wrapper(Rule):
     """A strategy around another one, which it extends.
 
-    Its hooks are called along with those of the strategies inside (`rule`). Evaluation and summary are those of the
-    wrapped strategy. `needs` are the guarantees that the strategies inside must give, each with the second half of the
-    error.
+    Its hooks run along with the hooks of the strategies inside. The wrapped strategy evaluates and summarises. `needs`
+    are the guarantees that the strategies inside must give, each with the second half of the error.
     """
 
     wraps: type[Strategy] | None = None  # the wrapped class, if the rule creates the wrapped strategy itself

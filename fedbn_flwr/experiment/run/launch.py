@@ -17,7 +17,6 @@ from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.engines.pool import ForkPool, Pool
 from fedbn_flwr.errors import (
-    OF_RUN_CONFIG,
     Diverged,
     FedbnError,
     RunFailed,
@@ -28,11 +27,10 @@ from fedbn_flwr.errors import (
     few,
     forget_said,
     needs,
-    options_as,
 )
 from fedbn_flwr.extensions import declared, part
 from fedbn_flwr.messages.protocol import Config
-from fedbn_flwr.results.folder.places import from_here, out_folder
+from fedbn_flwr.results.folder.places import OF_RUN_CONFIG, from_here, options_as, out_folder
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.naming import names_in, only_here
 from fedbn_flwr.results.read.runs import find_runs

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fedbn_flwr.client.rule import Loss, Tensors
 from fedbn_flwr.exchange.codec import Agreement, Contribution
-from fedbn_flwr.exchange.step import Exchanges, LayerwiseStep, normalise
+from fedbn_flwr.exchange.step import LayerwiseStep, StepExchanges, normalise
 from fedbn_flwr.messages.aggregate import Arrays
 
 from .stacked import batch_norm
@@ -28,7 +28,7 @@ Batches = Sequence[tuple[Tensor, Tensor]]  # one batch of each client
 Ask = Callable[[Sequence[Contribution]], Agreement]  # exchanges the contributions of all clients
 
 
-class CohortExchanges(Exchanges):
+class CohortExchanges(StepExchanges):
     """The exchanges of clients with a batch each, which have their own `steps`; `ask_all` exchanges for all."""
 
     def __init__(self, steps: Sequence[LayerwiseStep], batches: Batches, ask_all: Ask) -> None:

@@ -297,7 +297,7 @@ class _Group:
         g = {name: value.grad for name, value in w.items() if value.grad is not None}
         for number in self.adjusting:
             rule, memo = self.training.rules[number], memos[number]
-            if is_elementwise(type(rule)):
+            if hasattr(rule.adjust, "elementwise"):
                 rule.adjust(w, g, memo)
             else:
                 for own, row in enumerate(self.rows[place]):
@@ -306,12 +306,6 @@ class _Group:
             _clip([*g.values()], most)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def is_elementwise(kind: type[ClientRule]) -> bool:
-    """Whether the class says so that has the rule's `adjust`, or a class derived from that."""
-    own = next(vars(cls) for cls in kind.__mro__ if {"elementwise", "adjust"} & vars(cls).keys())
-    return bool(own.get("elementwise"))
 
 
 def _stacked(rows: Sequence[Tensors]) -> dict[str, Tensor]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
-from fedbn_flwr.errors import SettingsError, UserError
+from fedbn_flwr.errors import FedbnError, SettingsError, UserError
 from fedbn_flwr.results.text import file_name
 
 
@@ -63,3 +64,16 @@ def _with_summary(folder: Path) -> Iterator[Path]:
             if os.path.exists(os.path.join(path, "summary.json")) and (real := os.path.realpath(path)) not in seen:
                 seen.add(real)
                 yield Path(path)
+
+
+OF_RUN_CONFIG = "`out` in --run-config", "`resume=true` in --run-config"
+
+
+@contextmanager
+def options_as(out: str, resume: str) -> Iterator[None]:
+    """Adapt advice for `fedbn run`, such as `--out` or `--resume`, to the way in which the run was started."""
+    try:
+        yield
+    except FedbnError as error:
+        error.args = tuple(str(argument).replace("--out", out).replace("--resume", resume) for argument in error.args)
+        raise
