@@ -21,7 +21,7 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.data.schema import Problem, refuse
 from fedbn_flwr.engines.worker import NAME
-from fedbn_flwr.errors import SettingsError, did_you_mean, few, locate_errors
+from fedbn_flwr.errors import SettingsError, few, locate_errors
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
@@ -67,10 +67,7 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
     With `is_tried`, the network and its training were tried for another seed of the run.
     """
     for tracker in map(tracker_of, run.track):
-        if not named.is_name(tracker):
-            hint = did_you_mean(tracker, ["tensorboard"])
-            raise SettingsError(f"track={tracker!r} is not a tracker; {hint}, or module:callable for your own")
-        named.load("track", tracker)
+        named.load("track", named.check_name("track", tracker, ["tensorboard"], "a tracker"))
     parts = Parts(run, name, rule)
     refuse(label_problems(run, parts.shape))
     if parts.dataset is not None:
