@@ -10,7 +10,7 @@ import functools
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from ctypes import c_byte
 from dataclasses import dataclass
@@ -130,12 +130,11 @@ def run_experiment(
     plain: bool = False,
     quiet: bool = False,
     own_data: bool = False,
-    advise: Callable[[Iterable[Parts], int], str] = lambda prepared, jobs: "",
 ) -> Outcome:
     """Carry out all runs, each on the grid of the context manager `make_grid(parts)`.
 
     They follow one another, or `jobs` of them run side by side (None: as many as suits them, see `jobs_of`).
-    `own_data`: nodes may have data of their own. `advise` makes a hint from the runs and `jobs`.
+    `own_data`: nodes may have data of their own.
     """
     forget_said()
     folders = open_folders(experiment, out, resume=resume)
@@ -159,7 +158,8 @@ def run_experiment(
             folder.check_data(checksums.get(examples_of(run.source)))
         for place, item in prepared.items():
             check_rounds(item, folders[place])
-        hint = advise(prepared.values(), jobs)
+        gives_hint = not own_data and "hint" in declared("pools")  # Flower decides where its nodes train
+        hint = part("pools", "hint")(prepared.values(), jobs) if gives_hint else ""
         together = f", {jobs} at a time" if jobs > 1 else ""
         progress.message(f"{len(folders)} {'runs' if len(folders) > 1 else 'run'}{together}, in {from_here(out)}")
 
@@ -342,10 +342,7 @@ def carry_out(
             )
 
         own_data = node_config is not None
-        hint_of = part("pools", "hint") if "hint" in declared("pools") else lambda prepared, jobs: ""
-        return run_experiment(
-            experiment, make_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data, advise=hint_of
-        )
+        return run_experiment(experiment, make_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
 
 
 def local_pool(parts: Parts) -> Callable[..., Pool] | None:
