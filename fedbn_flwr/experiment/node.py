@@ -117,9 +117,8 @@ class ClientParts(RunParts):
             run = run.model_copy(update={"data": data})
         number = checked_client_number(context, run.clients)
         own = own_training(run, number, node)
-        new = own.model_dump(include={"batch_size", "epochs", "steps"}, exclude_none=True)
-        if "epochs" in new or "steps" in new:
-            new = {"epochs": own.epochs, "steps": own.steps, **new}
+        new = own.model_dump(include={"batch_size"}, exclude_none=True)
+        new |= own.model_dump(include={"epochs", "steps"}) if own.epochs or own.steps else {}
         engine = run.engine.model_copy(update={"device": own.device or run.engine.device})
         model = run.model.model_copy(
             update={"weights": run.model.weights if run.rounds else None}

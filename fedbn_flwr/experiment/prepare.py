@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,10 +16,12 @@ from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Outputs, Value, map_tensors
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
 from fedbn_flwr.client.optimizers import make_optimizer
+from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main_input
 from fedbn_flwr.data.schema import Problem, refuse
-from fedbn_flwr.errors import SettingsError, did_you_mean, few, locate_errors
+from fedbn_flwr.engines.worker import NAME
+from fedbn_flwr.errors import SettingsError, few, locate_errors
 from fedbn_flwr.exchange.step import exchanged_layers
 from fedbn_flwr.experiment.registry import FLOWER, build_strategy
 from fedbn_flwr.messages.arrays import pack
@@ -33,7 +36,7 @@ from fedbn_flwr.tasks import Task
 from fedbn_flwr.trees import Tree
 
 from .data import Shape, label_problems, try_data
-from .parts import Parts, has_own_loss, learning_rate, plain_loss
+from .parts import Parts, choose_device, has_own_loss, learning_rate, plain_loss
 from .settings import Experiment, Settings, name_in, options_in, strategy_name, tracker_of
 
 
@@ -64,10 +67,7 @@ def prepare_run(run: Settings, name: str, rule: Rule, *, is_tried: bool = False)
     With `is_tried`, the network and its training were tried for another seed of the run.
     """
     for tracker in map(tracker_of, run.track):
-        if not named.is_name(tracker):
-            hint = did_you_mean(tracker, ["tensorboard"])
-            raise SettingsError(f"track={tracker!r} is not a tracker; {hint}, or module:callable for your own")
-        named.load("track", tracker)
+        named.load("track", named.check_name("track", tracker, ["tensorboard"], "a tracker"))
     parts = Parts(run, name, rule)
     refuse(label_problems(run, parts.shape))
     if parts.dataset is not None:
@@ -240,6 +240,22 @@ def _check_weights(file: str, model: nn.Module) -> None:
             raise SettingsError(
                 f"{file!r} does not fit the experiment's network: {key!r} has shape {found}, expected {expected}"
             )
+
+
+def workers_of(run: Settings) -> int:
+    """The number of worker processes on this machine."""
+    # A worker trains with one thread, and the process of one of several runs cannot have workers of its own.
+    if run.engine.threads > 1 or multiprocessing.current_process().name == NAME:
+        return 0
+    on_gpu = choose_device(run.engine.device).type == "cuda"
+    if run.engine.workers == "auto":
+        return cores() if cores() > 1 and not on_gpu else 0
+    if on_gpu and run.engine.workers:
+        raise SettingsError(
+            f"engine.workers is {run.engine.workers}, but processes of the local engine cannot use a GPU; give 0, or "
+            "engine.name ray with gpus_per_client, for instance 0.25"
+        )
+    return run.engine.workers
 
 
 # --- checks ------------------------------------------------------------------

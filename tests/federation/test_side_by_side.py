@@ -14,8 +14,6 @@ from fedbn_flwr.errors import RunFailed, SettingsError
 from fedbn_flwr.experiment.api import run_all
 from fedbn_flwr.experiment.file.layers import parse_overrides, parse_yaml, read_experiment
 from fedbn_flwr.experiment.run import launch as run_module
-from fedbn_flwr.experiment.run import side_by_side
-from fedbn_flwr.experiment.run.side_by_side import jobs_of
 from fedbn_flwr.results.folder.writer import RunFolder
 from tests.support.command import FEDBN, PROGRAM, environment, python, signalled
 from tests.support.network import wait_for
@@ -181,9 +179,9 @@ def test_all_runs_continue_after_a_stop(sent: signal.Signals, straight: Path, tm
 def test_as_many_runs_as_cores_run_side_by_side(
     changes: list[str], unfinished: int, given: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_by_side, "cores", lambda: 4)
+    monkeypatch.setattr(run_module, "cores", lambda: 4)
     runs = read_experiment(parse_yaml(EXPERIMENT), parse_overrides(changes)).runs
-    assert jobs_of(runs, unfinished, given) == expected
+    assert run_module.jobs_of(runs, unfinished, given) == expected
 
 
 def test_impossible_jobs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -69,12 +69,11 @@ def read_experiment(content: object, overrides: Tree = MappingProxyType({}), *, 
     size, only = str(changes.pop("size", PAPER)), changes.pop("only", None)
     cells, of_size = _cells(file, changes, size, name)
     is_seeded = any(layer.settings.get("seeds") for _, layers in cells for layer in layers)
-    defaults, compared = _defaults(cells), {key for _, layers in cells for key in flat_settings(layers[OWN].settings)}
+    compared = {key for _, layers in cells for key in flat_settings(layers[OWN].settings)} - {"seed", "seeds"}
     runs: list[Settings] = []
     origins: dict[str, Sequence[Layer]] = {}
-    for cell, own in _select(cells, of_size if only is None else only, name):
-        layers = [*defaults(own), *own]
-        runs += _runs_of(name, cell, layers, compared - {"seed", "seeds"})
+    for cell, layers in _select(_with_defaults(cells), of_size if only is None else only, name):
+        runs += _runs_of(name, cell, layers, compared)
         origins[runs[-1].label] = [Layer("data set", {"data": of_catalogue(runs[-1].data.name)}), *layers]
         if len(runs) > MOST:
             raise SettingsError(f"{name}: more than {MOST:,} runs; shorten the lists of sweep and tune, or seeds")
@@ -209,28 +208,22 @@ def changes_of_size(size: str, parts: Iterable[tuple[str, Tree]], name: str) -> 
     return found
 
 
-def _defaults(cells: Sequence[Layered]) -> Callable[[Sequence[Layer]], list[Layer]]:
-    """Decide from all cells how clients evaluate; a function that returns the layers below a cell's.
+def _with_defaults(cells: Sequence[Layered]) -> list[Layered]:
+    """The cells with layers below their own, which say how clients evaluate and follow from all cells.
 
     If a strategy of the experiment personalises, clients evaluate in all runs, so that a table compares like with like,
     and if values are tuned, all train on the same examples; also if only some of the runs are carried out now (`only`).
     """
-
-    def strategy(layers: Sequence[Layer]) -> Tree:
-        spec = at(merge_layers(layers), "strategy")
-        return {"name": "FedAvg", **(spec if isinstance(spec, Mapping) else {})}
-
+    given = [at(merge_layers(layers), "strategy") for _, layers in cells]
+    specs = [{"name": "FedAvg", **(spec if isinstance(spec, Mapping) else {})} for spec in given]
+    personal = [spec for spec in specs if personalises(spec)]
+    origin = "".join(f"default, as {strategy_name(spec)} personalises" for spec in personal[:1])
     validation = {"evaluate": {"validation": VALIDATION}} if any(cell.tune for cell, _ in cells) else {}
-    specs = {repr(spec): spec for spec in (strategy(layers) for _, layers in cells)}
-    personal = {key: spec for key, spec in specs.items() if personalises(spec)}
-    origin = "".join(f"default, as {strategy_name(spec)} personalises" for spec in [*personal.values()][:1])
-
-    def below(layers: Sequence[Layer]) -> list[Layer]:
-        clients = repr(strategy(layers)) in personal or "own"
-        evaluation = [Layer(origin, {"evaluate": {"clients": clients}})] if personal else []
-        return [Layer("default", validation), *evaluation]
-
-    return below
+    found: list[Layered] = []
+    for (cell, layers), spec in zip(cells, specs, strict=True):
+        clients = {"evaluate": {"clients": spec in personal or "own"}} if personal else {}
+        found.append((cell, [Layer("default", validation), Layer(origin, clients), *layers]))
+    return found
 
 
 def _runs_of(name: str, cell: Cell, layers: Sequence[Layer], compared: Collection[str]) -> list[Settings]:

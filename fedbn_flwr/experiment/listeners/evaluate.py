@@ -1,4 +1,5 @@
-"""Evaluates after a round: the global model on the server's test examples, and the clients' models on the clients.
+"""Evaluates after a round: the global model on the server's test examples, the clients' models on the clients, and what
+newcomers receive on those.
 
 Then chooses the best round, and whether the run goes on.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord
+from flwr.app import ArrayRecord, ConfigRecord, MessageType
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.client import evaluation
@@ -21,11 +22,12 @@ from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.engines.worker import return_freed_memory
 from fedbn_flwr.errors import FedbnError, RunFailed
 from fedbn_flwr.messages import protocol
-from fedbn_flwr.messages.arrays import unpack
+from fedbn_flwr.messages.arrays import record_of, unpack
 from fedbn_flwr.messages.protocol import Config
 from fedbn_flwr.messages.quote import shown
-from fedbn_flwr.messages.reply import Reply
+from fedbn_flwr.messages.reply import Reply, number_problem
 from fedbn_flwr.named import in_a_line
+from fedbn_flwr.norms.roles import split
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.clients import by_metric, spread
 from fedbn_flwr.results.metric_key import CLIENTS, MetricKey
@@ -168,6 +170,56 @@ class Evaluate(Listener):
                 threads=self.threads,
             )
         return {key.replace("-", "_"): value for key, value in measured.items() if key != protocol.NUM_EXAMPLES}
+
+
+class Unseen(Listener):
+    """Evaluates the clients that never train (`evaluate.unseen`), as newcomers that receive a model.
+
+    A newcomer has no batch norm of its own. With `mean` it receives the server's, which is the mean of the clients',
+    also where a strategy keeps batch norm on them (FedBN, SiloBN). With `batch` it then measures the statistics of its
+    training inputs, without labels, as AdaBN does (Li et al. 2016, https://arxiv.org/abs/1603.04779). With `own` it
+    receives what the strategy sends to a new client, whose other arrays are those of a newly built model. Strategies
+    that keep nothing on the clients give the same with `own` as with `mean`.
+    """
+
+    after = (Evaluate,)
+
+    def on_round(self, running: Running, finished: FinishedRound) -> FinishedRound:
+        for way in running.run.evaluate.unseen.statistics if finished.is_evaluated else ():
+            values = self._newcomers(running, finished, way)
+            means = {name: statistics.fmean(of_name.values()) for name, of_name in by_metric(values).items()}
+            finished = finished.with_metrics(means, values)
+        return finished
+
+    def _newcomers(self, running: Running, finished: FinishedRound, way: str) -> ByClient:
+        """The metrics of each newcomer with statistics of this kind, on its own test examples if it has some."""
+        prepared = running.prepared
+        given = ConfigRecord({**running.config})
+        round = evaluation_round(prepared.rule, finished.number, finished.arrays, given, running.grid)
+        config = {**round.config, protocol.ROUND: finished.number}
+        config |= {protocol.REESTIMATE: True} if way == "batch" else {}
+        arrays, kept = finished.arrays, prepared.rule.traits.local
+        if way == "own" and kept:
+            arrays = record_of(split(arrays, prepared.rule.traits.local_keys(arrays))[1])
+            config[protocol.KEPT] = protocol.join(kept)
+        replies = running.ask(
+            f"round {finished.number}, newcomers",
+            MessageType.EVALUATE,
+            lambda reply: number_problem(reply.metrics, protocol.NUM_EXAMPLES),
+            arrays,
+            config,
+            nodes=running.federation.unseen,
+        )
+        names = dict.fromkeys((prepared.task.main, *prepared.task.reported, *map(evaluation.name_of, prepared.metrics)))
+        found = {client: values_in(reply.metrics, "test_examples") for client, reply in replies.items()}
+        return {
+            client: {
+                str(MetricKey(name, f"unseen_{way}")): value
+                for name in names
+                if (value := values.get(str(MetricKey(name, "own")), values.get(name))) is not None
+            }
+            for client, values in found.items()
+        }
 
 
 class Peak:

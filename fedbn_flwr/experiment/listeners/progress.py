@@ -30,9 +30,8 @@ from fedbn_flwr.results.text import duration
 from fedbn_flwr.tasks import title_of
 from fedbn_flwr.trees import Draft, Tree
 
-from .evaluate import Choose, Evaluate
+from .evaluate import Choose, Evaluate, Unseen
 from .listener import FinishedRound, Listener, Running
-from .unseen import Unseen
 
 _SILENCE = 60.0  # seconds without a line
 _TITLE, _BAR = 32, 10  # characters
@@ -175,8 +174,9 @@ class Progress:
     def end(self, place: int, problem: str = "") -> None:
         """Show that a run is finished, or why it ended."""
         task, news = self._task(place), self._task(place).fields["news"]
+        rounds = f"{news.round} round{'s' * (news.round != 1)}"
         part = f", the last {news.here}" if news.here < news.round else ""
-        took = f"{in_rounds(news.round)}{part} in {duration(task.elapsed or 0.0)}  {news.words}".rstrip()
+        took = f"{rounds}{part} in {duration(task.elapsed or 0.0)}  {news.words}".rstrip()
         self._say(place, problem or took)
         self._bars.update(task.id, total=task.completed, visible=False)
 
@@ -196,10 +196,6 @@ class Progress:
 
     def _task(self, place: int) -> Task:
         return self._bars.tasks[1 + place]
-
-
-def in_rounds(rounds: int) -> str:
-    return f"{rounds} round" if rounds == 1 else f"{rounds} rounds"
 
 
 def metrics_in_words(line: Tree, main: str) -> str:

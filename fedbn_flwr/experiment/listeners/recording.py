@@ -23,10 +23,9 @@ from fedbn_flwr.tasks import CLASSIFICATION
 
 from ..parts import Parts
 from ..settings import PAPER, Settings, strategy_name
-from .evaluate import Choose, Evaluate
+from .evaluate import Choose, Evaluate, Unseen
 from .listener import FinishedRound, Listener, Running
 from .progress import Reporter
-from .unseen import Unseen
 
 
 class History(Listener):
@@ -79,13 +78,8 @@ class History(Listener):
 
 
 def begin_summary(prepared: Parts) -> Summary:
-    run = prepared.run
-    if not prepared.rule.traits.has_global_model:
-        accuracy_of = "the clients' models, mean"
-    elif prepared.dataset is None:
-        accuracy_of = "the clients' models on their test examples, mean"
-    else:
-        accuracy_of = GLOBAL_MODEL
+    run, of_clients = prepared.run, "the clients' models on their test examples, mean"
+    of_model = of_clients if prepared.dataset is None else GLOBAL_MODEL
     return Summary(
         name=run.name,
         label=run.label,
@@ -96,7 +90,7 @@ def begin_summary(prepared: Parts) -> Summary:
         parameters=sum(parameter.numel() for parameter in prepared.model.parameters()),
         device=str(prepared.device),
         began=time_stamp(),
-        accuracy_of=accuracy_of,
+        accuracy_of=of_model if prepared.rule.traits.has_global_model else "the clients' models, mean",
         personal=bool(prepared.rule.traits.local) or None,
         clients_due=prepared.rule.base.num_training(run.training_clients),
         metrics=tuple(name_of(metric) for metric in prepared.metrics),

@@ -37,7 +37,6 @@ from fedbn_flwr.results.folder.reader import RunReader
 from fedbn_flwr.server.poll import Poll
 
 from ..listeners.listener import Federation, Running
-from ..listeners.unseen import unseen_nodes
 from ..parts import Parts
 from ..prepare import check_moments
 from ..settings import Settings, strategy_name
@@ -145,6 +144,13 @@ def check_nodes(grid: Grid, run: Settings, config: Config) -> Federation:
         {client: columns for client, reply in answers.items() if (columns := _columns_in(reply))},
         unseen_nodes(run, by_client),
     )
+
+
+def unseen_nodes(run: Settings, nodes: Mapping[int, int]) -> dict[int, int]:
+    """The nodes of the clients that never train, by client."""
+    if missing := [client for client in run.evaluate.unseen.clients if client not in nodes]:
+        raise SettingsError(f"evaluate.unseen.clients has {missing[0]}, and the nodes' clients are {sorted(nodes)}")
+    return {client: nodes[client] for client in run.evaluate.unseen.clients}
 
 
 def _identity_problem(clients: int, reply: Reply) -> str | None:

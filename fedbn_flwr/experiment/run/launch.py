@@ -1,21 +1,31 @@
-"""Carries out all runs of an experiment, one after another or side by side, each by the loop of `run.loop`."""
+"""Carries out all runs of an experiment, one after another or side by side, each by the loop of `run.loop`.
+
+Side by side, each run has a worker process that is forked after the data are loaded, so that all share their memory. A
+run in a process has no workers, and is the same bit for bit as a run whose clients are shared out among workers.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from ctypes import c_byte
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+import torch
 from flwr.serverapp import Grid
 
 from fedbn_flwr.client.app import client_app
+from fedbn_flwr.cores import cores
 from fedbn_flwr.engines.local import LocalGrid
 from fedbn_flwr.engines.network import poll_often
 from fedbn_flwr.engines.pool import ForkPool, Pool
+from fedbn_flwr.engines.worker import Worker
 from fedbn_flwr.errors import (
     Diverged,
     FedbnError,
@@ -37,18 +47,20 @@ from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.rows import Row, choose, group
 from fedbn_flwr.results.report.seen import decided, next_step, seen
 from fedbn_flwr.results.report.write import report_on
+from fedbn_flwr.results.text import shorten
 from fedbn_flwr.trees import Tree
 
 from ..data import examples_of
 from ..file.layers import from_run_config
-from ..listeners.progress import Progress, Reporter
+from ..listeners.progress import News, Progress, Reporter
 from ..node import ClientMaker
-from ..parts import Parts
-from ..prepare import check_rounds, prepare
-from ..settings import Experiment
+from ..parts import Parts, choose_device
+from ..prepare import check_rounds, prepare, workers_of
+from ..settings import Experiment, Settings
 from .loop import run_one
-from .side_by_side import jobs_of, one_after_another, side_by_side, workers_of
 from .survey import FILE, Survey
+
+CarryOut = Callable[[int, Reporter], None]
 
 
 @dataclass(frozen=True)
@@ -116,12 +128,11 @@ def run_experiment(
     plain: bool = False,
     quiet: bool = False,
     own_data: bool = False,
-    advise: Callable[[Iterable[Parts], int], str] = lambda prepared, jobs: "",
 ) -> Outcome:
     """Carry out all runs, each on the grid of the context manager `make_grid(parts)`.
 
     They follow one another, or `jobs` of them run side by side (None: as many as suits them, see `jobs_of`).
-    `own_data`: nodes may have data of their own. `advise` makes a hint from the runs and `jobs`.
+    `own_data`: nodes may have data of their own.
     """
     forget_said()
     folders = open_folders(experiment, out, resume=resume)
@@ -145,7 +156,8 @@ def run_experiment(
             folder.check_data(checksums.get(examples_of(run.source)))
         for place, item in prepared.items():
             check_rounds(item, folders[place])
-        hint = advise(prepared.values(), jobs)
+        gives_hint = not own_data and "hint" in declared("pools")  # Flower decides where its nodes train
+        hint = part("pools", "hint")(prepared.values(), jobs) if gives_hint else ""
         together = f", {jobs} at a time" if jobs > 1 else ""
         progress.message(f"{len(folders)} {'runs' if len(folders) > 1 else 'run'}{together}, in {from_here(out)}")
 
@@ -177,6 +189,122 @@ def run_experiment(
             check_failures(failures)  # no run wrote anything
             raise RunFailed(f"the runs are complete, but {error}; fedbn report {out} repeats the report") from None
     return Outcome(report, failures, rows=choose(every), hint=hint)
+
+
+# --- several runs -------------------------------------------------------------
+
+
+def jobs_of(runs: Sequence[Settings], unfinished: int, jobs: int | None) -> int:
+    """How many runs train at the same time: `jobs`, or by default one per core if there are enough runs."""
+    if jobs is not None and jobs < 1:
+        raise SettingsError(f"--jobs is {jobs}; expected a number of runs at the same time, 1 or more")
+    engines = [run.engine for run in runs]
+    alone = any(engine.threads > 1 or choose_device(engine.device).type == "cuda" for engine in engines)
+    if alone and jobs is not None and jobs > 1:
+        raise SettingsError(f"--jobs is {jobs}, but a run trains on a GPU or has engine.threads above 1; leave it out")
+    if jobs is None:  # with fewer runs than cores, the cores share out the clients of one run at a time
+        shared = alone or unfinished < cores() or any(engine.workers != "auto" for engine in engines)
+        jobs = 1 if shared else cores()
+    return max(1, min(jobs, unfinished))
+
+
+def one_after_another(
+    places: Sequence[int], carry_out: CarryOut, progress: Progress, *, is_single: bool
+) -> dict[int, str]:
+    """Carry out the runs at these places of the experiment in this process, and return the reason of each that failed.
+
+    Divergence is a result too, so the remaining runs are still carried out. The error of a single run is raised.
+    """
+    problems: dict[int, str] = {}
+    for place in places:
+        if progress.stop_asked:
+            raise KeyboardInterrupt
+        try:
+            carry_out(place, progress.begin(place))
+        except (RunFailed, SettingsError, StorageError) as error:  # another process may write the folder
+            if is_single:
+                raise
+            problems[place] = str(error)
+        progress.end(place, failed_because(problems.get(place, "")))
+    return problems
+
+
+def side_by_side(places: Sequence[int], carry_out: CarryOut, jobs: int, progress: Progress) -> dict[int, str]:
+    """Carry out the runs at these places of the experiment, and return the reason of each that failed.
+
+    `carry_out(place, reporter)` is called in a process of its own. After Ctrl-C no run begins, and those that
+    have begun end after their round.
+    """
+    todo, running = list(places), dict[int, Worker]()
+    fork = multiprocessing.get_context("fork")
+    stop = fork.RawValue("b", 0)  # without a lock, which a killed process would keep
+    news, sent = fork.Pipe(duplex=False)  # for all runs: the system doesn't interleave messages this short
+    problems: dict[int, str] = {}
+
+    def end(place: int, error: BaseException | None, lost: str) -> None:
+        running.pop(place).close()
+        problem = f"{lost}; continue with --resume" if lost else str(error or "")
+        progress.end(place, "stopped" if isinstance(error, KeyboardInterrupt) else failed_because(problem))
+        if problem:
+            problems[place] = problem
+
+    try:
+        while todo or running:
+            if progress.stop_asked:
+                stop.value = 1
+                todo.clear()
+            while todo and len(running) < jobs:
+                place = todo.pop(0)
+                running[place] = Worker(_Run(place, carry_out, sent, stop))
+                progress.begin(place)
+            for place, worker in running.items():
+                worker.begin()
+                if worker.problem:
+                    raise RunFailed(worker.problem)
+                if worker.is_free:
+                    worker.send(functools.partial(end, place), "carry_out")
+            ready = wait([news, *(worker.channel.fileno() for worker in running.values())], timeout=0.2)
+            while news.poll():  # first, since the run that sent them may have ended
+                progress.news(*news.recv())
+            for worker in [worker for worker in running.values() if worker.channel.fileno() in ready]:
+                worker.proceed()
+    finally:
+        for worker in running.values():
+            worker.close()
+    if progress.stop_asked:
+        raise KeyboardInterrupt
+    return problems
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run that a worker carries out, once."""
+
+    place: int
+    call: CarryOut
+    news: Connection
+    stop: c_byte  # 1: stop
+
+    def carry_out(self) -> BaseException | None:
+        """Return the error that ended the run; None if it is finished."""
+        torch.set_num_threads(1)  # the other cores are for the other runs
+        try:
+            self.call(self.place, Reporter(self._send, lambda: bool(self.stop.value)))
+        except (FedbnError, KeyboardInterrupt) as error:
+            return error
+        return None
+
+    def _send(self, news: News) -> None:
+        with suppress(OSError):  # the parent has ended
+            self.news.send((self.place, news))
+
+
+def failed_because(problem: str) -> str:
+    """The problem in one line, with the first of the clients' reasons; empty without a problem."""
+    return problem and "failed: " + shorten(" ".join(line.strip(" -") for line in problem.splitlines()[:2]), 300)
+
+
+# --- on which engine ----------------------------------------------------------
 
 
 def carry_out(
@@ -212,10 +340,7 @@ def carry_out(
             )
 
         own_data = node_config is not None
-        hint_of = part("pools", "hint") if "hint" in declared("pools") else lambda prepared, jobs: ""
-        return run_experiment(
-            experiment, make_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data, advise=hint_of
-        )
+        return run_experiment(experiment, make_grid, out, resume=resume, jobs=jobs, quiet=quiet, own_data=own_data)
 
 
 def local_pool(parts: Parts) -> Callable[..., Pool] | None:

@@ -34,15 +34,14 @@ from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.strategies import broken_guarantees, restore
 
 from ..listeners.dynamics import Dynamics
-from ..listeners.evaluate import Choose, Evaluate, renamed, values_in
+from ..listeners.evaluate import Choose, Evaluate, Unseen, renamed, values_in
 from ..listeners.listener import FinishedRound, Listener, Running
 from ..listeners.progress import Reporter
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.track import Track
-from ..listeners.unseen import Unseen
 from ..parts import Parts, counts_of
+from ..prepare import workers_of
 from .federation import is_away, meet, restore_clients
-from .side_by_side import workers_of
 from .survey import Surveyor
 
 

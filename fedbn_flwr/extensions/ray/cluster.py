@@ -139,8 +139,7 @@ def pools_of(experiment: Experiment) -> Iterator[Callable[[Parts], MakePool]]:
 def _arrive(given: Mapping[str, Make], places: Mapping[str, Stored]) -> None:
     """In an actor: use the parts that it cannot import, and the data sets in the object store."""
     named.given.update(given)
-    for examples, place in places.items():
-        received[examples] = ray.get(place)  # type: ignore[assignment]
+    received.update({examples: ray.get(place) for examples, place in places.items()})  # type: ignore[misc]
 
 
 def stage(folder: Path, modules: Iterable[str]) -> None:

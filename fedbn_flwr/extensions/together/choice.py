@@ -12,7 +12,7 @@ from fedbn_flwr.client.optimizers import make_optimizer
 from fedbn_flwr.client.training import Training, backpropagate
 from fedbn_flwr.exchange.step import LayerwiseStep, no_exchange
 from fedbn_flwr.experiment.parts import Parts, plain_loss
-from fedbn_flwr.experiment.run.side_by_side import workers_of
+from fedbn_flwr.experiment.prepare import workers_of
 
 from .groups import network_for
 

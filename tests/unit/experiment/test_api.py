@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fedbn_flwr
+import fedbn_flwr.experiment.prepare as prepare
 import fedbn_flwr.experiment.run.launch as experiment_run
 import fedbn_flwr.experiment.run.loop as experiment_loop
-import fedbn_flwr.experiment.run.side_by_side as side_by_side
 from fedbn_flwr import Result, Results, Settings, extensions, run, run_all
 from fedbn_flwr.commands import cli
 from fedbn_flwr.errors import MissingPackage, SettingsError
@@ -390,8 +390,8 @@ def test_a_part_whose_extension_was_deleted_is_named(tmp_path: Path, monkeypatch
 
 
 def test_on_a_gpu_this_process_trains_and_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(side_by_side, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(prepare, "choose_device", lambda name: torch.device("cuda"))
     auto, four = (load_experiment("demo", [f"engine.workers={each}"]).runs[0] for each in ("auto", 4))
-    assert side_by_side.workers_of(auto) == 0
+    assert prepare.workers_of(auto) == 0
     with pytest.raises(SettingsError, match=r"engine\.workers is 4.* cannot use a GPU; give 0, or engine\.name ray"):
-        side_by_side.workers_of(four)
+        prepare.workers_of(four)

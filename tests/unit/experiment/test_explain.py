@@ -12,7 +12,6 @@ from fedbn_flwr.commands import cli
 from fedbn_flwr.experiment.file.layers import load_experiment, settings_of
 from fedbn_flwr.experiment.prepare import prepare
 from fedbn_flwr.experiment.preview import explain
-from fedbn_flwr.experiment.run import side_by_side
 from fedbn_flwr.experiment.run.launch import carry_out
 from fedbn_flwr.extensions.together.choice import clients_at_once, hint_of
 
@@ -98,7 +97,7 @@ def test_as_many_clients_at_once_as_is_fast(
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(side_by_side, "cores", lambda: cores)
+    monkeypatch.setattr("fedbn_flwr.experiment.prepare.cores", lambda: cores)
     given = [
         "model.name=mlp",
         "train.momentum=0",
