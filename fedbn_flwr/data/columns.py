@@ -137,12 +137,12 @@ def _check_values(
     cure = "set data.missing: mean, which puts the mean of the column there, or drop, which leaves out the rows"
     cure = cure if trains else "fill them in or leave out the rows: the run was trained without data.missing"
     error_if(gaps, f"{name}: of the {len(table)} rows some have no value (NaN or null) in {gaps}; {cure}")
-    if trains and source.missing != "drop" and absent.any():
-        raise DataError(
-            f"{name}: {int(absent.sum())} of {len(table)} rows have no value in {', '.join(map(repr, data.labels))}, "
-            f"the first is {table.first(absent.numpy())}; expected one in each row, or data.missing: drop, which "
-            "leaves out these rows"
-        )
+    error_if(
+        trains and source.missing != "drop" and absent.any(),
+        f"{name}: {int(absent.sum())} of {len(table)} rows have no value in {', '.join(map(repr, data.labels))}, "
+        f"the first is {table.first(absent.numpy())}; expected one in each row, or data.missing: drop, which "
+        "leaves out these rows",
+    )
     if entry is not None and not source.class_names and data.task is CLASSIFICATION:
         error_if(
             data.classes != entry.classes,
@@ -174,9 +174,11 @@ def _decoded(source: Source, table: Table, entry: Entry | None, data: DataSet) -
 
 def _named(source: Source) -> list[tuple[str, str]]:
     """The keys that name columns which are no inputs, each with its column."""
-    found = [(f"test.{key}", getattr(source.held_out, key, None)) for key in ("by", "time")]
-    found += [("label", column) for column in source.label]
-    found += [(key, getattr(source, key)) for key in ("domain", "group", "series", "time")]
+    found = (
+        *((f"test.{key}", getattr(source.held_out, key, None)) for key in ("by", "time")),
+        *(("label", column) for column in source.label),
+        *((key, getattr(source, key)) for key in ("domain", "group", "series", "time")),
+    )
     return [(key, column) for key, column in found if column is not None]
 
 

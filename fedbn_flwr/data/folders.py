@@ -130,10 +130,11 @@ def open_new(source: Source, path: Path) -> Table:
         not files,
         f"{str(path)!r} contains no images ({', '.join(sorted(PICTURES))})",
     )
-    rows: list[Row] = []
-    for file in files:
-        name = Path(file).parent.name
-        rows.append({image: {"path": str(path / file)}, label: name if name in source.class_names else None})
+    named_by = {file: os.path.basename(os.path.dirname(file)) for file in files}
+    rows = [
+        {image: {"path": str(path / file)}, label: name if name in source.class_names else None}
+        for file, name in named_by.items()
+    ]
     return Table(_listed(rows, [image]), (len(rows),))
 
 

@@ -81,16 +81,11 @@ def moments_from(sites: Sequence[Sums], names: Sequence[str] = (), *, told: bool
 
     So has a column of which no site told its sums, with the mean 0, where sites keep some of them.
     """
-    means: list[float] = []
-    deviations: list[float] = []
-    for column in np.stack(sites, axis=-1).swapaxes(0, 1):
-        count, mean, deviation = moments_of(column)
-        if not (count or told):
-            name = repr(names[len(means)]) if names else len(means)
-            raise DataError(f"column {name} of the inputs has no value in any row; leave it out of data.inputs")
-        means.append(mean)
-        deviations.append(deviation or 1.0)
-    return tuple(means), tuple(deviations)
+    found = [moments_of(column) for column in np.stack(sites, axis=-1).swapaxes(0, 1)]
+    if not told and (empty := [place for place, (count, *_) in enumerate(found) if not count]):
+        name = repr(names[empty[0]]) if names else empty[0]
+        raise DataError(f"column {name} of the inputs has no value in any row; leave it out of data.inputs")
+    return tuple(mean for _, mean, _ in found), tuple(deviation or 1.0 for *_, deviation in found)
 
 
 def moments_of(column: NDArray[np.float64]) -> tuple[int, float, float]:
