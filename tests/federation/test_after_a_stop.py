@@ -1,18 +1,25 @@
-"""What a stopped or failed run leaves: its round, the command that continues it, a report, and the sessions."""
+"""What a stopped or failed run leaves: its round, the command that continues it, a report, and the sessions.
+
+One that diverged is a result, which resuming does not repeat.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fedbn_flwr import run
 from fedbn_flwr.commands import cli
+from fedbn_flwr.errors import Diverged
 from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.listeners.listener import FinishedRound, Running
 from fedbn_flwr.experiment.listeners.recording import History
@@ -146,3 +153,58 @@ def test_resumed_sessions_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (session["after_round"], session["command"]) == (0, ["fedbn", "run", "--resume"])
         assert session["versions"] == found["versions"]
     assert os.stat(run.path / "environment.json").st_mode & 0o077 == 0
+
+
+# --- a run that diverged ---
+
+
+EXPERIMENT = """
+name: mine
+rounds: 10
+clients: 2
+data: {examples: 200}
+model: {name: mlp}
+train: {batch_size: 16, steps: 1}
+engine: {workers: 0, device: cpu}
+runs: {FedBN: {strategy: {name: FedBN}}}
+"""
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_diverged_run_is_a_result_and_is_not_repeated(
+    jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code and the reason are those of the first time."""
+    text = EXPERIMENT + "sweep: {train.lr: [1.0e+38, 0.05]}\n"
+    words = ["run", text, "rounds=2", "only=FedBN", "--jobs", jobs, "--out", str(tmp_path)]
+    assert cli.main(words) == 1
+    shown, first = capsys.readouterr()
+    assert re.search(r"\[1/2\] FedBN-lr=1e\+38: failed: .* 0 of 2 clients .*client 0 .*the client diverged\?", shown)
+    before = environments(tmp_path)
+    assert "same run would diverge again; lower the learning rate, or clip gradients" in first
+    assert "--resume" not in first
+    assert json.loads((tmp_path / "FedBN-lr=1e+38" / "summary.json").read_text())["diverged_in"] == 1
+    assert cli.main([*words, "--resume"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == first
+    assert environments(tmp_path) == before, "a session began"
+    before_and_again = "1 of 2 runs are finished already\n[1/2] FedBN-lr=1e+38: diverged before and would again; delete"
+    assert before_and_again in printed.out
+    assert cli.main([*words, "train.clip=1", "--resume"]) == 2
+    assert "cannot be resumed with other settings: train.clip" in capsys.readouterr().err
+
+
+def test_a_single_diverged_run_fails_again_at_once(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"only": "FedBN", "out": tmp_path, "progress": False, "train": {"lr": 1e38}}
+    with pytest.raises(Diverged) as first:
+        run(EXPERIMENT, **given)
+    before = environments(tmp_path)
+    with pytest.raises(Diverged) as second:
+        run(EXPERIMENT, resume=True, **given)
+    assert str(second.value) == str(first.value)
+    assert environments(tmp_path) == before
+
+
+def environments(out: Path) -> list[bytes]:
+    """What changes when a session of a run begins."""
+    return [file.read_bytes() for file in sorted(out.glob("*/environment.json"))]

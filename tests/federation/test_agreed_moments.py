@@ -22,6 +22,7 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.messages.reply import arrays_of
 from tests.support.federations import near
 from tests.support.images import picture, png
+from tests.support.records import put
 from tests.support.sites import served
 
 SIZES = (40, 64, 33)
@@ -197,23 +198,15 @@ def lying(change: Callable[[np.ndarray], np.ndarray]) -> Mod:
     return mod
 
 
-def put(row: int, value: float) -> Callable[[np.ndarray], np.ndarray]:
-    def change(sums: np.ndarray) -> np.ndarray:
-        sums[row, 1] = value
-        return sums
-
-    return change
-
-
 LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
-    "no number": (put(1, np.nan), "'sums' has 1 of 21 values that are not finite"),
-    "infinite": (put(4, np.inf), "'sums' has 1 of 21 values that are not finite"),
-    "negative squares": (put(4, -5.0), "its sums of column 1 cannot be sums of any values"),
-    "no deviation can be so small": (put(4, 1.0), "its sums of column 1 cannot be sums of any values"),
-    "negative count": (put(0, -3.0), "its sums of column 1 cannot be sums of any values"),
-    "half a value": (put(0, 2112.5), "its sums of column 1 cannot be sums of any values"),
-    "more values than there are": (put(0, 1e100), "its sums of column 1 cannot be sums of any values"),
-    "sums of nothing": (put(0, 0.0), "its sums of column 1 cannot be sums of any values"),
+    "no number": (put(1, 1, value=np.nan), "'sums' has 1 of 21 values that are not finite"),
+    "infinite": (put(4, 1, value=np.inf), "'sums' has 1 of 21 values that are not finite"),
+    "negative squares": (put(4, 1, value=-5.0), "its sums of column 1 cannot be sums of any values"),
+    "no deviation can be so small": (put(4, 1, value=1.0), "its sums of column 1 cannot be sums of any values"),
+    "negative count": (put(0, 1, value=-3.0), "its sums of column 1 cannot be sums of any values"),
+    "half a value": (put(0, 1, value=2112.5), "its sums of column 1 cannot be sums of any values"),
+    "more values than there are": (put(0, 1, value=1e100), "its sums of column 1 cannot be sums of any values"),
+    "sums of nothing": (put(0, 1, value=0.0), "its sums of column 1 cannot be sums of any values"),
     "wrong width": (
         lambda sums: sums[:, :2],
         r"'sums' has shape \(7, 2\); the server sent shape \(7, 3\); its columns",

@@ -55,10 +55,11 @@ def assert_close(found: Arrays, expected: Arrays) -> None:
     near(found, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_the_mean_is_weighted_by_the_losses(federation: Federations) -> None:
-    """Losses 3 and 1, for any numbers of examples: (3 w_0 + w_1) / 4, statistics of batch norm included."""
-    trace = Trace(federation((8, 12), dtype=torch.float64), strategy(), 1, lambda r, i: [3.0, 1.0][i])
-    assert_close(trace.models[1], trace.mean(1, [3, 1]))
+@pytest.mark.parametrize("losses", [[3.0, 1.0], [0.0, 2.0]])
+def test_the_mean_is_weighted_by_the_losses(federation: Federations, losses: list[float]) -> None:
+    """For any numbers of examples, with losses 3 and 1: (3 w_0 + w_1) / 4, statistics of batch norm included."""
+    trace = Trace(federation((8, 12), dtype=torch.float64), strategy(), 1, lambda r, i: losses[i])
+    assert_close(trace.models[1], trace.mean(1, losses))
     assert "1.running_var" in trace.models[1]
 
 
@@ -112,31 +113,28 @@ def test_the_proximal_term_holds_the_clients(federation: Federations) -> None:
     assert moved[1] < moved[0]
 
 
-def switch(federation: Federations, spreads: Sequence[float], **options: Any) -> int | None:
+@pytest.mark.parametrize(
+    ("spreads", "options", "first"),
+    [
+        # By default five rounds in a row; a round of unlike losses restarts the count.
+        ([0.05] * 5, {}, 6),
+        ([0.05] * 4, {}, None),
+        ([0.05, 0.05, 0.5, 0.05, 0.05, 0.05, 0.05], {"patience": 3}, 7),
+        ([0.05, 0.5] * 3, {"patience": 2}, None),
+        # Losses 2.25 and 1.75: the deviation is 0.25 for the population, 0.354 for a sample. It may equal epsilon.
+        ([0.25], {"patience": 1, "epsilon": 0.25}, 2),
+        ([0.25], {"patience": 1, "epsilon": 0.24}, None),
+        # There is no way back.
+        ([0.0, 0.0, 1.5, 1.5], {"patience": 2}, 3),
+    ],
+)
+def test_it_switches_after_rounds_whose_losses_are_alike(
+    federation: Federations, spreads: list[float], options: dict[str, Any], first: int | None
+) -> None:
     """The first round of FedProx where two clients' losses have these standard deviations."""
     rule = strategy(**options)
     Trace(federation((4, 4)), rule, len(spreads), lambda r, i: 2.0 + (-1) ** i * spreads[r - 1])
-    return rule.notes()["switch_round"]
-
-
-def test_five_rounds_in_a_row_by_default(federation: Federations) -> None:
-    assert switch(federation, [0.05] * 5) == 6
-    assert switch(federation, [0.05] * 4) is None
-
-
-def test_a_round_of_unlike_losses_restarts_the_count(federation: Federations) -> None:
-    assert switch(federation, [0.05, 0.05, 0.5, 0.05, 0.05, 0.05, 0.05], patience=3) == 7
-    assert switch(federation, [0.05, 0.5] * 3, patience=2) is None
-
-
-def test_the_deviation_is_that_of_the_population_and_may_equal_epsilon(federation: Federations) -> None:
-    """Losses 2.25 and 1.75: 0.25 for the population, 0.354 for a sample."""
-    assert switch(federation, [0.25], patience=1, epsilon=0.25) == 2
-    assert switch(federation, [0.25], patience=1, epsilon=0.24) is None
-
-
-def test_there_is_no_way_back(federation: Federations) -> None:
-    assert switch(federation, [0.0, 0.0, 1.5, 1.5], patience=2) == 3
+    assert rule.notes()["switch_round"] == first
 
 
 # --- losses that cannot be weights -------------------------------------------
@@ -160,11 +158,6 @@ def test_a_reply_whose_loss_cannot_be_a_weight_is_left_out_and_named(
     (line,) = [r.getMessage() for r in flower_log.records if "left out" in r.getMessage()]
     assert "client 1" in line
     assert words in line
-
-
-def test_a_loss_of_zero_is_a_weight_of_zero(federation: Federations) -> None:
-    trace = Trace(federation((8, 12), dtype=torch.float64), strategy(), 1, lambda r, i: [0.0, 2.0][i])
-    assert_close(trace.models[1], trace.replies[1, 1])
 
 
 def test_fedprox_needs_no_losses(federation: Federations) -> None:

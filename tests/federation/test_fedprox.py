@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import flwr.serverapp.strategy as flower
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,7 @@ def test_a_round_equals_sgd_on_the_loss_with_the_term(federation: Federations) -
 
         ends.append(sgd(model, data.batches, loss, lr=0.1))
     ours = last_model(fed, FedProx(fraction_evaluate=0.0, proximal_mu=0.7), 1)
-    for key, value in ours.items():
-        np.testing.assert_allclose(value, (ends[0][key] + ends[1][key]).numpy() / 2, rtol=1e-12, atol=1e-13)
+    near(ours, {key: (ends[0][key] + ends[1][key]) / 2 for key in ours}, rtol=1e-12, atol=1e-13)
 
 
 def test_flowers_own_fedprox_asks_our_client_for_the_same(federation: Federations) -> None:

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fedbn_flwr.strategies.fedwon import clip_adaptively  # type: ignore[import-untyped]
-from flwr.app import ConfigRecord, Context
 from timm.layers import ScaledStdConv2d
 from timm.utils.agc import adaptive_clip_grad
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr import BNClient, build_model, client_app, convert_norm
+from fedbn_flwr import BNClient, build_model, convert_norm
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.wsconv import RELU_GAMMA, StdConv2d
 from fedbn_flwr.strategies import FedWon
 from tests.support.federations import Federations, near
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
+from tests.support.plugin import RecordingGrid
 
 
 def won_net() -> nn.Module:
@@ -195,19 +187,11 @@ def test_a_client_clips_all_but_the_last_linear_layer(federation: Federations) -
 # --- the rule ----------------------------------------------------------------
 
 
-def asked(federation: Federations, strategy: FedWon) -> set[Any]:
-    fed, seen = federation((4, 4), model=won_net), set()
-
-    def make(context: Context, config: ConfigRecord) -> BNClient:
-        seen.add(config.get("fedbn.fedwon-clip"))
-        return fed.make_client(context)
-
-    strategy.start(fed.grid(client_app(make)), fed.arrays(), num_rounds=2)
-    return seen
-
-
 @pytest.mark.parametrize(
     ("options", "clip"), [({}, 0.1), ({"clip": 0.5}, 0.5), ({"clip": 0}, None), ({"clip": None}, None)]
 )
 def test_clients_are_asked_to_clip(federation: Federations, options: dict[str, Any], clip: float | None) -> None:
-    assert asked(federation, FedWon(fraction_evaluate=0.0, **options)) == {clip}
+    fed = federation((4, 4), model=won_net)
+    grid = RecordingGrid(fed.app(), 2)
+    FedWon(fraction_evaluate=0.0, **options).start(grid, fed.arrays(), num_rounds=2)
+    assert {each.config.get("fedbn.fedwon-clip") for each in grid.sent} == {clip}

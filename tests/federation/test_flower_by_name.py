@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.app import ArrayRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.commands.cli import main
@@ -20,6 +20,7 @@ from fedbn_flwr.messages.arrays import pack, unpack
 from fedbn_flwr.strategies import as_rule
 from strategies.meanstatistics import median
 from tests.support.experiments import read
+from tests.support.records import between
 
 from .test_own_parts import session
 
@@ -47,18 +48,12 @@ def settings(name: str) -> dict[str, Any]:
 
 def poisoned(app: ClientApp) -> ClientApp:
     """The app, but the client of partition 0 returns enormous statistics."""
-    changed = ClientApp()
 
-    @changed.train()
-    def train(message: Message, context: Context) -> Message:
-        reply = app(message, context)
-        if context.node_config["partition-id"]:
-            return reply
-        arrays = unpack(reply.content["arrays"])
-        large = {key: value * 0 + 1e10 if "running" in key else value for key, value in arrays.items()}
-        return Message(RecordDict({**reply.content, "arrays": pack(large)}), reply_to=message)
+    def enlarge(_: RecordDict, reply: RecordDict, partition: int) -> None:
+        arrays, large = unpack(reply["arrays"]), 0 if partition else 1e10
+        reply["arrays"] = pack({key: value + large * ("running" in key) for key, value in arrays.items()})
 
-    return changed
+    return between(app, enlarge)
 
 
 def largest(record: ArrayRecord) -> float:

@@ -129,7 +129,6 @@ def test_the_global_model_is_evaluated_with_the_moments_of_all_clients_data(fede
 
 @pytest.mark.parametrize("shape", [(8, 3), (8, 3, 5), (8, 3, 4, 4)])
 def test_a_large_alpha_is_batch_norm_and_a_small_one_frozen_batch_norm(shape: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
     x = torch.randn(shape, dtype=torch.float64) * 3 + 1
     layer = HybridBatchNorm(3).double()
     with torch.no_grad():
@@ -147,7 +146,6 @@ def test_a_large_alpha_is_batch_norm_and_a_small_one_frozen_batch_norm(shape: tu
 
 
 def test_its_gradients_are_those_of_finite_differences_and_its_statistics_those_of_batch_norm() -> None:
-    torch.manual_seed(0)
     layer, plain = HybridBatchNorm(2).double(), nn.BatchNorm1d(2).double()
     x = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
     layer(x), plain(x)

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message
-from flwr.clientapp import ClientApp
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr import BNClient, Role, client_app, convert_norm
+from fedbn_flwr import Role, convert_norm
 from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.experiment.metered import MeteredGrid
+from fedbn_flwr.messages import protocol
 from fedbn_flwr.messages.arrays import unpack
 from fedbn_flwr.norms.roles import roles
 from fedbn_flwr.norms.variants import StaticBatchNorm
 from fedbn_flwr.strategies import FedAvg, FixBN, HeteroBN, MeanStatistics, Round
-from tests.support.federations import Federations, same
+from tests.support.federations import Changed, Federations, failing, near, only, same
 from tests.support.fixtures import small_net
+from tests.support.plugin import RecordingGrid
 
 STATISTICS = {"1.running_mean", "1.running_var"}
+GONE = OSError("the disk is gone")
 
 
 def static_net() -> nn.Module:
@@ -143,8 +144,7 @@ def test_query_equals_torch_s_cumulative_statistics_over_all_batches(federation:
             for inputs, _ in data.batches:
                 twin(inputs)
     assert int(twin[1].num_batches_tracked) == 6
-    for key in STATISTICS:
-        np.testing.assert_allclose(found[key].numpy(), twin.state_dict()[key].numpy(), rtol=1e-13, err_msg=key)
+    near({key: found[key].numpy() for key in STATISTICS}, twin.state_dict(), rtol=1e-13)
     # A static model with these statistics evaluates as that twin does.
     static = copy.deepcopy(fed.model)
     static.load_state_dict({key: torch.from_numpy(value.copy()) for key, value in unpack(found).items()})
@@ -192,19 +192,14 @@ def test_the_query_is_counted_apart_from_training(federation: Federations) -> No
 
 def test_the_query_keeps_the_clients_states_and_names_the_run(federation: Federations) -> None:
     """A node's state has the name of its run; a query without it would count as one of another run."""
-    fed, seen = federation(model=static_net, momentum=0.9, keep_momentum=True), []
-
-    def make(context: Context, config: ConfigRecord) -> BNClient:
-        seen.append((config.get("fedbn.run"), config.get("server-round")))
-        return fed.make_client(context)
-
-    grid = fed.grid(client_app(make))
+    fed = federation(model=static_net, momentum=0.9, keep_momentum=True)
+    grid = RecordingGrid(fed.app(), 2)
     strategy = HeteroBN(statistics="query", fraction_evaluate=0.0)
     strategy.start(grid, fed.arrays(), num_rounds=1, train_config=ConfigRecord({"fedbn.run": "a"}))
     state = grid.contexts()[1].state
     before = unpack(state["fedbn.arrays.fedbn.momentum"])
     strategy.global_model(Round(1, fed.arrays(), ConfigRecord({"fedbn.run": "a"}), grid))
-    assert seen == [("a", 1)] * 4
+    assert [(each.config["fedbn.run"], each.config["server-round"]) for each in grid.sent] == [("a", 1)] * 4
     assert same(unpack(state["fedbn.arrays.fedbn.momentum"]), before)
 
 
@@ -222,35 +217,20 @@ def test_evaluate_fn_receives_the_queried_statistics(federation: Federations, wr
     assert STATISTICS.isdisjoint(result.arrays)
 
 
-def answering(fed: Any, change: Callable[[int, ArrayRecord], None], inner: ClientApp | None = None) -> ClientApp:
-    """The federation's app, with the statistics in its replies changed by `change(partition, arrays)`."""
-    inner, app = inner or fed.app(), ClientApp()
-    app.train()(inner)
-
-    @app.query("statistics")
-    def statistics(message: Message, context: Context) -> Message:
-        reply = inner(message, context)
-        change(int(context.node_config["partition-id"]), reply.content["arrays"])
-        return reply
-
-    return app
-
-
 def test_a_client_whose_statistics_do_not_fit_is_left_out_by_name(
     federation: Federations, flower_log: pytest.LogCaptureFixture
 ) -> None:
     fed = federation((8, 12, 6, 4), model=static_net)
 
-    def change(partition: int, arrays: ArrayRecord) -> None:
-        if partition == 0:
-            raise OSError("the disk is gone")
-        if partition == 1:
-            arrays["1.running_mean"] = Array(np.full(4, np.nan, np.float32))
-        if partition == 3:
-            arrays["4.bias"] = Array(np.zeros(3, np.float32))
+    def change(replies: list[Message]) -> list[Message]:
+        arrays: list[Any] = [each.content["arrays"] if each.has_content() else {} for each in replies]
+        arrays[1]["1.running_mean"] = Array(np.full(4, np.nan, np.float32))
+        arrays[3]["4.bias"] = Array(np.zeros(3, np.float32))
+        return replies
 
+    grid = Changed(fed.grid(failing(fed, lambda client, _: client == 0, GONE)), only(protocol.STATISTICS_QUERY, change))
     strategy = HeteroBN(statistics="query", min_train_nodes=1)
-    found = strategy.global_model(Round(4, fed.arrays(), ConfigRecord(), fed.grid(answering(fed, change))))
+    found = strategy.global_model(Round(4, fed.arrays(), ConfigRecord(), grid))
     assert "round 4, statistics: left out" in flower_log.text
     assert "client 1 (node 2): '1.running_mean' has 4 of 4 values that are not finite" in flower_log.text
     assert "the disk is gone" in flower_log.text
@@ -263,19 +243,9 @@ def test_a_client_whose_statistics_do_not_fit_is_left_out_by_name(
 
 def test_the_query_leaves_the_training_s_clients_as_they_are(federation: Federations) -> None:
     """Client 2 does not train, client 0 does not answer the query."""
-    fed = federation((8, 12, 6), model=static_net)
-
-    def make(context: Context, config: ConfigRecord) -> BNClient:
-        if context.node_config["partition-id"] == 2 and trains:
-            raise OSError("its memory is full")
-        return fed.make_client(context)
-
-    def change(partition: int, arrays: ArrayRecord) -> None:
-        if partition == 0:
-            raise OSError("the disk is gone")
-
-    strategy, trains = HeteroBN(statistics="query", min_train_nodes=1), True
-    grid = fed.grid(answering(fed, change, client_app(make)))
+    fed, absent = federation((8, 12, 6), model=static_net), 2
+    strategy = HeteroBN(statistics="query", min_train_nodes=1)
+    grid = fed.grid(failing(fed, lambda client, _: client == absent, GONE))
     strategy.begin(1, fed.arrays())
     replies = grid.send_and_receive(strategy.configure_train(1, fed.arrays(), ConfigRecord(), grid))
     arrays, _ = strategy.aggregate_train(1, replies)
@@ -283,8 +253,8 @@ def test_the_query_leaves_the_training_s_clients_as_they_are(federation: Federat
     training = strategy.training
     before = [*training.left], [*training.left_out], [*training.refused]
     assert before[0] == [1, 2]
-    assert ["its memory is full" in reason for reason in before[1]] == [True]
-    trains = False
+    assert ["the disk is gone" in reason for reason in before[1]] == [True]
+    absent = 0
     assert "1.running_mean" in strategy.global_model(Round(1, arrays, ConfigRecord(), grid))
     assert strategy.training is training
     assert ([*training.left], [*training.left_out], [*training.refused]) == before
@@ -292,17 +262,10 @@ def test_the_query_leaves_the_training_s_clients_as_they_are(federation: Federat
 
 def test_too_few_answers_end_the_run(federation: Federations) -> None:
     fed = federation(model=static_net)
-
-    def change(partition: int, arrays: ArrayRecord) -> None:
-        if partition == 0:
-            raise OSError("the disk is gone")
-
-    with pytest.raises(
-        RunFailed, match=r"round 4, statistics: 1 of 2 clients sent a usable reply, 2 are needed:(.|\n)*disk is gone"
-    ):
-        HeteroBN(statistics="query").global_model(
-            Round(4, fed.arrays(), ConfigRecord(), fed.grid(answering(fed, change)))
-        )
+    grid = fed.grid(failing(fed, lambda client, _: client == 0, GONE))
+    words = r"round 4, statistics: 1 of 2 clients sent a usable reply, 2 are needed:(.|\n)*disk is gone"
+    with pytest.raises(RunFailed, match=words):
+        HeteroBN(statistics="query").global_model(Round(4, fed.arrays(), ConfigRecord(), grid))
 
 
 def test_another_metric_of_training_may_weight_the_models(federation: Federations) -> None:

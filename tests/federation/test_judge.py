@@ -327,22 +327,20 @@ def test_a_column_of_which_no_site_tells_is_not_said(nodes: list[dict[str, Any]]
     assert ["bp", *["not", "said"] * 3] in [line.split() for line in str(found).splitlines()]
 
 
-def test_each_site_must_have_agreed(nodes: list[dict[str, Any]], tmp_path: Path) -> None:
-    del nodes[0]["survey"]
-    with pytest.raises(
-        RunFailed, match=r"client 0 .*: could not take part in a survey: .* agreed to surveys; it does by"
-    ):
+@pytest.mark.parametrize(
+    ("site", "config", "says"),
+    [
+        (0, {"survey": False}, r"client 0 .*: could not take part in a survey: .* agreed to surveys; it does by"),
+        (1, {"min-batch": 200}, r"fewer training examples than its min-batch, and doesn't send .* \(the client's log"),
+    ],
+)
+def test_a_site_that_has_not_agreed_or_has_few_examples_takes_no_part(
+    nodes: list[dict[str, Any]], site: int, config: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    nodes[site] |= config
+    with pytest.raises(RunFailed, match=says):
         survey(SITES, node_config=nodes, out=tmp_path / "out")
     assert not list((tmp_path / "out").glob("*/survey.json"))
-
-
-def test_a_site_with_fewer_examples_than_its_limit_takes_no_part(nodes: list[dict[str, Any]], tmp_path: Path) -> None:
-    nodes[1] |= {"min-batch": 200}
-    with pytest.raises(
-        RunFailed,
-        match=r"fewer training examples than its min-batch, and doesn't send their sums, .* config \(the client's log",
-    ):
-        survey(SITES, node_config=nodes, out=tmp_path / "out")
 
 
 def test_an_older_site_is_named(tmp_path: Path) -> None:
@@ -386,6 +384,12 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
 # --- the answer ------------------------------------------------------------------------------------------------------
 
 
+def answered(inputs: torch.Tensor, targets: torch.Tensor, limit: int, classes: int = 1, **options: Any) -> Any:
+    """What a site with these training examples says, which tells nothing of fewer than `limit`."""
+    examples = Examples(inputs, targets)
+    return answer(DataSet("some", examples, examples, tuple(map(str, range(classes))), **options), examples, limit)
+
+
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
@@ -398,18 +402,14 @@ def test_the_command_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixt
 )
 def test_small_classes_do_not_follow_from_the_others(counts: list[int], said: list[int]) -> None:
     labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    examples = Examples(torch.zeros(len(labels), 1), labels)
-    data = DataSet("some", examples, examples, tuple(map(str, range(len(counts)))))
-    assert answer(data, examples, 32)["counts"].tolist() == said
-    assert answer(data, examples, 1)["counts"].tolist() == counts
+    found = [answered(torch.zeros(len(labels), 1), labels, limit, len(counts))["counts"].tolist() for limit in (32, 1)]
+    assert found == [said, counts]
 
 
 def test_a_label_of_almost_all_is_hidden() -> None:
     targets = torch.zeros(100, 3)
     targets[:50, 0] = targets[:69, 1] = 1
-    examples = Examples(torch.zeros(100, 1), targets)
-    data = DataSet("some", examples, examples, ("x", "y", "z"), task=MULTILABEL)
-    assert answer(data, examples, 32)["counts"].tolist() == [50, HIDDEN, 0]
+    assert answered(torch.zeros(100, 1), targets, 32, 3, task=MULTILABEL)["counts"].tolist() == [50, HIDDEN, 0]
 
 
 NORMAL = torch.randn(200, generator=torch.Generator().manual_seed(0))
@@ -446,11 +446,9 @@ def column(*counts: int, values: Sequence[float] = (0, 1, 2, 3, 4)) -> torch.Ten
 )
 def test_no_sums_tell_of_fewer_than_32_examples(inputs: torch.Tensor, is_told: bool) -> None:
     values = torch.stack([inputs, NORMAL], 1) if inputs.ndim == 1 else inputs
-    examples = Examples(values, torch.zeros(200, dtype=torch.int64))
-    data = DataSet("some", examples, examples, ("a",))
-    sums = answer(data, examples, 32)["sums"]
+    sums, of_all = (answered(values, torch.zeros(200, dtype=torch.int64), limit)["sums"] for limit in (32, 1))
     assert bool(sums[0, 0]) == bool(sums.any(0)[0]) == is_told
-    assert answer(data, examples, 1)["sums"][0].all(), "a site may allow it"
+    assert of_all[0].all(), "a site may allow it"
 
 
 @pytest.mark.parametrize(

@@ -124,14 +124,15 @@ def test_arguments_that_mean_nothing_raise_an_error(make: Callable[[], Any], mes
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    """One tensor has two names."""
+
+    def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
-        self.first = nn.Linear(3, 3, bias=False)
-        self.last = nn.Linear(3, 3, bias=False)
+        self.first, self.last = (nn.Linear(64, 64, bias=False) for _ in range(2))
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x.mean((2, 3)).repeat(1, 2)[:, :3])) if x.ndim == 4 else self.last(self.first(x))
+        return self.last(self.first(x.flatten(1)))[:, :10]
 
 
 def test_a_tensor_of_two_names_is_not_half_kept(federation: Federations) -> None:
@@ -149,19 +150,7 @@ def test_an_experiment_raises_the_errors_when_it_is_prepared() -> None:
     stays = prepared.rule.traits.local_keys(prepared.model.state_dict())
     assert stays == {"classify.weight", "classify.bias", "bn.num_batches_tracked"}
     with pytest.raises(SettingsError, match=r"'last.weight' stays on the client and 'first.weight' does not"):
-        prepare(load_experiment(file % (f"'{__name__}:TiedDigits'", "['last*']"), []))
-
-
-class TiedDigits(nn.Module):
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 64, bias=False)
-        self.last = nn.Linear(64, 64, bias=False)
-        self.last.weight = self.first.weight
-        self.classes = num_classes
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x.flatten(1)))[:, : self.classes]
+        prepare(load_experiment(file % (f"'{__name__}:Tied'", "['last*']"), []))
 
 
 # --- against a twin ----------------------------------------------------------
@@ -388,12 +377,17 @@ def test_private_releases_nothing_of_kept_layers_that_are_not_sent(federation: F
     Private(FedAvg(kept=["affine"]))  # they may be sent
 
 
-def test_bounds_do_not_shorten_updates_by_what_stays(federation: Federations) -> None:
-    """`global_kept` decides what the server stores of the clients' heads, which none of them uses."""
-    fed = federation((8, 24, 16))
-    rule = functools.partial(FedAvg, kept=["last"], fraction_evaluate=0.0, bounds={"clip_norm": 0.05})
-    average, initial = (last_model(fed, rule(global_kept=kind), 4) for kind in ("average", "initial"))
-    near({key: average[key] for key in ALL - HEAD}, initial)
+@pytest.mark.parametrize(
+    ("rule", "stored", "local"),
+    [(functools.partial(FedAvg, kept=["last"]), "global_kept", HEAD), (FedBN, "global_norm", AFFINE | STATISTICS)],
+)
+def test_bounds_do_not_shorten_updates_by_what_stays(
+    federation: Federations, rule: Any, stored: str, local: set[str]
+) -> None:
+    """The server may store the clients' own arrays or not: none of them uses what it stores."""
+    fed, options = federation((8, 24, 16)), {"fraction_evaluate": 0.0, "bounds": {"clip_norm": 0.05}}
+    average, initial = (last_model(fed, rule(**options, **{stored: kind}), 4) for kind in ("average", "initial"))
+    near({key: average[key] for key in ALL - local}, initial)
 
 
 def test_a_run_s_models_of_clients_differ_in_what_stays_and_only_there(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fedbn_flwr.errors import RunFailed
 from fedbn_flwr.messages import protocol
 from fedbn_flwr.models.tensors import ModelTensors
 from fedbn_flwr.norms.convert import convert_norm
-from fedbn_flwr.strategies import FedAvg, FedBN, FedBS, FixBN, HeteroBN, MeanStatistics, Round, Scaffold
+from fedbn_flwr.strategies import FedBN, FedBS, HeteroBN, MeanStatistics, Round, Scaffold
 from tests.support.command import ROOT, python
 from tests.support.federations import Changed, Federations, last_model, only, same
 from tests.support.fixtures import small_net
@@ -105,11 +105,6 @@ def test_statistics_of_other_layers_are_refused(federation: Federations, bad: in
 
     assert "1.running_mean" in asked("zzz")
     assert "1.running_var" in asked("1.running_mean"), "the reply with the most layers counts"
-
-
-def test_fixbn_around_fixbn(federation: Federations) -> None:
-    inner = FixBN(FedAvg(**OFF), freeze_round=1, freeze="affine")
-    last_model(federation((8, 8)), FixBN(inner, freeze_round=3), 4)
 
 
 class Counts(nn.Module):

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -49,7 +50,7 @@ from fedbn_flwr.strategies import (
     state_of,
 )
 from tests.support.command import FEDBN, ROOT, python, python_blocks
-from tests.support.federations import Federations, failing, same
+from tests.support.federations import Federations, failing, near, same
 
 PAGE, TEST = "# perstep.py", "# test_perstep.py"  # the first lines of their code
 GUIDE = (ROOT / "docs" / "write-a-strategy.md").read_text()
@@ -110,8 +111,7 @@ def test_the_page_s_first_strategy_counts_all_clients_equally(federation: Federa
     before = unpack(fed.arrays())
     clients = (BNClient(copy.deepcopy(fed.model), data, lr=0.1, steps=2) for data in fed.data)
     ends = [client.train_round(before, {}).arrays for client in clients]
-    for key, value in after(fed, page["Equal"]()).items():
-        np.testing.assert_allclose(value, (ends[0][key] + ends[1][key]) / 2, rtol=1e-6, atol=1e-7, err_msg=key)
+    near(after(fed, page["Equal"]()), {key: (ends[0][key] + ends[1][key]) / 2 for key in before}, rtol=1e-6, atol=1e-7)
 
 
 class WithState(FedAvg):
@@ -173,26 +173,6 @@ def test_a_client_without_the_client_rule_refuses_the_message(federation: Federa
     fed = federation()
     with pytest.raises(RunFailed, match=r"asks for 'fedbn\.steps' .* Import the module of its client rule"):
         per_step().start(fed.grid(), fed.arrays(), num_rounds=1)
-
-
-@pytest.mark.parametrize("name", declared("strategies"))
-def test_its_use_of_single_replies_is_refused_where_there_is_only_their_mean(name: str, per_step: Any) -> None:
-    around: Any = class_of(name)
-    with pytest.raises(SettingsError, match=r"PerStep has problem\(\) of its own, which may use the replies of single"):
-        around(per_step())
-    with pytest.raises(SettingsError, match="PerStep has problem"):
-        around(FixBN(per_step(), freeze_round=1))
-
-    class Harmless(FedAvg):
-        @mean_is_enough
-        def combine(self, round: Any, replies: Any, weights: Any) -> Any:
-            return super().combine(round, replies, weights)
-
-    around(Harmless())
-    with pytest.raises(SettingsError, match=r"Own has combine\(\) of its own"):
-        around(type("Own", (Harmless,), {"combine": lambda *given: Harmless.combine(*given)})())
-    with pytest.raises(SettingsError, match=r"AddsHook has after_round\(\) of its own"):
-        around(type("AddsHook", (Harmless,), {"after_round": lambda *given: None})())
 
 
 def rules_of(text: str, folder: Path, *configs: str) -> subprocess.CompletedProcess[str]:
@@ -281,57 +261,47 @@ class Largest:
         return replies[-1].arrays
 
 
-class FromMixin(Largest, FedAvg):
-    pass
-
-
-class ReadsMessages(FedAvg):
-    def incoming(self, round: Any, messages: Any) -> Any:
-        return messages
-
-
-@pytest.mark.parametrize("name", declared("strategies"))
-@pytest.mark.parametrize(
-    ("rule", "hook"),
-    [(Equal, "weights"), (FromMixin, "combine"), (ReadsMessages, "incoming")],
-)
-def test_weights_of_its_own_and_hooks_of_a_mixin_need_the_single_replies(name: str, rule: Any, hook: str) -> None:
-    around: Any = class_of(name)
-    with pytest.raises(SettingsError, match=rf"{rule.__name__} has {hook}\(\) of its own"):
-        around(rule())
-
-
 class Marked(FedAvg):
     @mean_is_enough
     def after_round(self, round: Any, replies: Any, weights: Any) -> None:
         pass
 
 
-class Inherits(Marked):
-    """Adds nothing."""
+class Harmless(FedAvg):
+    @mean_is_enough
+    def combine(self, round: Any, replies: Any, weights: Any) -> Any:
+        return super().combine(round, replies, weights)
 
 
-class InheritsMixin(Largest, Marked):
-    """Its base marks another hook than the mixin has."""
+def own(name: str, *bases: type, **hooks: Any) -> Any:
+    """A rule of this name, with functions for hooks."""
+    return type(name, bases, hooks)()
 
 
-class BreaksMore(Largest, FedAvg):
-    breaks = {"colour": "fades"}
-
-
-class InheritsWeights(Equal):
-    """Adds nothing."""
+# Rules, and the hook for which they need the replies of single clients, if any: a mark holds for its hook alone.
+SINGLE: dict[str, tuple[Callable[[], Any], str | None]] = {
+    "a marked hook": (Harmless, None),
+    "a marked hook that is inherited": (lambda: own("Inherits", Marked), None),
+    "another hook": (lambda: own("AddsHook", Harmless, after_round=lambda *given: None), "AddsHook has after_round"),
+    "a marked one again": (lambda: own("Own", Harmless, combine=lambda *a: Harmless.combine(*a)), "Own has combine"),
+    "incoming": (lambda: own("Reads", FedAvg, incoming=lambda self, round, messages: messages), "Reads has incoming"),
+    "a mixin's": (lambda: own("FromMixin", Largest, FedAvg), "FromMixin has combine"),
+    "a mixin's, beside a marked one": (lambda: own("InheritsMixin", Largest, Marked), "InheritsMixin has combine"),
+    "a mixin's, in a rule that breaks": (
+        lambda: own("BreaksMore", Largest, FedAvg, breaks={"colour": "fades"}), "BreaksMore has combine"
+    ),
+    "weights, though marked": (Equal, "Equal has weights"),
+    "weights, inside": (lambda: FixBN(own("Inherits", Equal), freeze_round=1), "Inherits has weights"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", declared("strategies"))
-def test_a_mark_holds_for_its_hook_alone_and_not_for_weights(name: str) -> None:
+def test_uses_of_single_replies_are_refused_where_there_is_only_their_mean(name: str, per_step: Any) -> None:
     around: Any = class_of(name)
-    around(Inherits())
-    for rule in (InheritsMixin, BreaksMore):
-        with pytest.raises(SettingsError, match=rf"{rule.__name__} has combine\(\) of its own"):
-            around(rule())
-    with pytest.raises(SettingsError, match=r"InheritsWeights has weights\(\) of its own"):
-        around(FixBN(InheritsWeights(), freeze_round=1))
+    inside = (lambda: FixBN(per_step(), freeze_round=1), "PerStep has problem")
+    for make, says in (*SINGLE.values(), (per_step, "PerStep has problem"), inside):
+        with nullcontext() if says is None else pytest.raises(SettingsError, match=rf"{says}\(\) of its own"):
+            around(make())
 
 
 @pytest.mark.parametrize("inside", [FlowerFedAvg, lambda: MeanStatistics(FedAdam())])

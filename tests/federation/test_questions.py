@@ -23,6 +23,7 @@ from fedbn_flwr.results.read.runs import find_runs
 from fedbn_flwr.results.report.rows import group
 from fedbn_flwr.results.report.tables import judged_table
 from fedbn_flwr.results.result import Result
+from tests.support.records import put
 
 BAD = 2
 EXPERIMENT: dict[str, Any] = {
@@ -66,14 +67,6 @@ def array(name: str, change: Callable[[np.ndarray], object]) -> Spoil:
         return RecordDict({**content, "arrays": pack(arrays)})
 
     return spoil
-
-
-def put(*places: int, value: float) -> Callable[[np.ndarray], np.ndarray]:
-    def change(values: np.ndarray) -> np.ndarray:
-        values[places] = value
-        return values
-
-    return change
 
 
 def claims(number: int) -> Spoil:

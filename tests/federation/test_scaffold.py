@@ -263,28 +263,19 @@ def test_frozen_affine_parameters_keep_their_control_variates(federation: Federa
 def test_a_client_that_does_not_repeat_its_partition_is_counted_once(federation: Federations) -> None:
     fed, rule = federation((8, 12)), strategy()
 
-    class Silent(ClientApp):
-        def __call__(self, message: Message, context: Context) -> Message:
-            reply: Message = inner(message, context)
-            if message.content["config"]["server-round"] == 2:
-                del reply.content["client"]
-            return reply
+    def silence(message: RecordDict, reply: RecordDict, partition: int) -> None:
+        if message["config"]["server-round"] == 2:
+            del reply["client"]
 
-    inner = fed.app()
-    with LocalGrid(Silent(), 2, node_ids=[1, 101]) as grid:
-        rule.start(grid, fed.arrays(), num_rounds=3)
+    rule.start(fed.grid(between(fed.app(), silence), node_ids=[1, 101]), fed.arrays(), num_rounds=3)
     assert rule.memory.added == {0: 3, 1: 3}
 
 
 def test_a_client_that_is_not_connected_keeps_its_share_of_c() -> None:
-    fed, found = one_weight(), list[float]()
-    grid = Away(LocalGrid(fed.app(), 2), range(5, 13))  # from round 3 on: each round sends twice
-
-    def keep(_: int, arrays: ArrayRecord) -> None:
-        found.append(float(unpack(arrays)["weight"].item()))
-
-    strategy().start(grid, fed.arrays(), num_rounds=6, evaluate_fn=keep)
-    assert found[1:] == pytest.approx(by_hand([{0, 1}] * 2 + [{0}] * 4), rel=1e-13)
+    fed = one_weight()
+    grid = Away(fed.grid(), range(5, 13))  # from round 3 on: each round sends twice
+    found = weights(models_of(fed, strategy(), 6, grid=grid))
+    assert found == pytest.approx(by_hand([{0, 1}] * 2 + [{0}] * 4), rel=1e-13)
 
 
 # --- replies that the server does not use ----------------------------------------

@@ -50,20 +50,26 @@ def trained(folder: Path, changes: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("normalise", ["moments", "unit"])
 @pytest.mark.parametrize(
-    ("columns", "more", "found"),
+    ("columns", "classes", "says"),
     [
-        ({"bp": "bp", "age": "age"}, {}, "bp, age"),
-        ({"age": "age", "bp": "pressure"}, {}, "age, pressure"),
+        (
+            {"bp": "bp", "age": "age"},
+            ("no", "yes"),
+            r"inputs bp, age, but client 0 has age, bp; name them in data\.inputs",
+        ),
+        (
+            {"age": "age", "bp": "pressure"},
+            ("no", "yes"),
+            r"inputs age, pressure, but client 0 has age, bp; name them in data\.inputs",
+        ),
+        ({"age": "age", "bp": "bp"}, ("healthy", "ill"), "classes healthy, ill, but client 0 has no, yes"),
     ],
 )
-def test_other_columns_at_a_site_are_an_error_before_training(
-    columns: dict[str, str], more: Any, found: str, normalise: str, tmp_path: Path
+def test_other_columns_or_classes_at_a_site_are_an_error_before_training(
+    columns: dict[str, str], classes: tuple[str, str], says: str, normalise: str, tmp_path: Path
 ) -> None:
-    write(tmp_path, columns, **more)
-    with pytest.raises(
-        RunFailed,
-        match=rf"client 1: its data have the inputs {found}, but client 0 has age, bp; name them in data\.inputs",
-    ):
+    write(tmp_path, columns, classes)
+    with pytest.raises(RunFailed, match=f"client 1: its data have the {says}"):
         trained(tmp_path, {"normalise": normalise})
 
 
@@ -78,9 +84,3 @@ def test_columns_that_the_experiment_names_may_be_in_any_order(tmp_path: Path) -
     assert ends[0] == ends[1]
     described = json.loads((Path(result.folder) / "model.json").read_text())
     assert (described["inputs"], described["label"], described["classes"]) == (["age", "bp"], ["ill"], ["no", "yes"])
-
-
-def test_other_classes_at_a_site_are_an_error_before_training(tmp_path: Path) -> None:
-    write(tmp_path, {"age": "age", "bp": "bp"}, classes=("healthy", "ill"))
-    with pytest.raises(RunFailed, match=r"client 1: its data have the classes healthy, ill, but client 0 has no, yes"):
-        trained(tmp_path, {})

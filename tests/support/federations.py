@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
@@ -85,17 +85,6 @@ def with_fault(fed: Any, partition: int, fault: Callable[[BNClient], object]) ->
         return client
 
     return client_app(make)
-
-
-def noted_losses() -> tuple[list[float], Callable[[list[RecordDict], str], MetricRecord]]:
-    """A function for `evaluate_metrics_aggr_fn`, and the clients' losses that it was given last."""
-    losses: list[float] = []
-
-    def mean(contents: list[RecordDict], key: str) -> MetricRecord:
-        losses[:] = [float(record["loss"]) for each in contents for record in each.metric_records.values()]  # type: ignore[arg-type]
-        return MetricRecord()
-
-    return losses, mean
 
 
 def nodes_in_means(strategy: Any) -> list[list[int]]:

@@ -182,6 +182,14 @@ def flower_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """What a test draws from torch's global generator doesn't depend on the tests before it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
 @pytest.fixture
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that this process asked to sleep; the clock shows them as passed at once."""

@@ -76,6 +76,16 @@ def add_array(name: str, key: str, value: np.ndarray) -> Spoil:
     return apply
 
 
+def put(*places: int, value: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Changes one value of an array."""
+
+    def change(values: np.ndarray) -> np.ndarray:
+        values[places] = value
+        return values
+
+    return change
+
+
 # Unusable records of small_net's parameters, and the words that report them.
 BAD_RECORDS: dict[str, tuple[Callable[[str], Spoil], str]] = {
     "NaN": (lambda name: change_record(name, "0.weight", lambda a: a * np.nan), "'0.weight' has 72 of 72 values"),

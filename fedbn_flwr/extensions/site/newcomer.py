@@ -18,7 +18,6 @@ from fedbn_flwr.norms.distances import distances, statistics_in
 from fedbn_flwr.norms.roles import Role, roles
 from fedbn_flwr.norms.statistics import reestimate
 from fedbn_flwr.results.folder.files import read_text, write_text
-from fedbn_flwr.results.folder.traffic import Traffic
 from fedbn_flwr.results.folder.writer import RunFolder
 from fedbn_flwr.results.metric_key import MetricKey
 from fedbn_flwr.results.report.tables import as_measured, as_text

@@ -99,7 +99,6 @@ def check_rounds(client: BNClient, twin: nn.Module, data: Batches) -> None:
 @pytest.mark.parametrize("make", [FrozenBack, WithoutReturn, Running])
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_round_is_that_of_a_plain_loop(make: type[nn.Module], shared: bool) -> None:
-    torch.manual_seed(0)
     model, data = make().double(), batches()
     twin = copy.deepcopy(model)
     tensors = ModelTensors(model) if shared else model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -21,13 +20,6 @@ from tests.support.twins import sgd
 
 CPU = torch.device("cpu")
 IGNORED = 255
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
 
 
 def logits_for(classes: Tensor, count: int) -> Tensor:

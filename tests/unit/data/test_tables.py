@@ -433,7 +433,6 @@ def test_networks_refuse_inputs_of_another_kind_by_name(
 
 
 def test_padding_does_not_change_what_cnn1d_returns() -> None:
-    torch.manual_seed(0)
     model = build_model("cnn1d", 3, input_shape=[2, 10]).double()
     x = torch.randn(4, 2, 10, dtype=torch.float64)
     mask = torch.arange(16).expand(4, -1) < 10

@@ -25,6 +25,7 @@ from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, Record
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import BNClient, LocalGrid, client_app
@@ -594,3 +595,12 @@ def test_a_worker_does_not_keep_the_received_model_while_it_trains(monkeypatch: 
     with LocalGrid(client_app(make_client), 2, workers=1) as grid:
         result = FedAvg().start(grid, pack(initial_arrays(model())), 2)
     assert set(result.train_metrics_clientapp) == {1, 2}
+
+
+def test_a_grid_leaves_the_identity_that_flower_gave_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("run", 7), ("node", 8), ("task", 9)):
+        monkeypatch.setattr(TaskIdentity, f"_{name}_id", value)
+    with LocalGrid(ClientApp(), 2) as grid:
+        (reply,) = grid.send_and_receive([Message(RecordDict(), 1, "train")])
+    assert reply.metadata.src_node_id == 1
+    assert (TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id) == (7, 8, 9)

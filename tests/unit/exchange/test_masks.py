@@ -57,7 +57,6 @@ def test_algorithm_2_normalises_with_the_statistics_of_the_union() -> None:
 def test_examples_of_another_size_weigh_by_their_values() -> None:
     """Series without a mask, of one length in a client and of another in the next: each value counts alike."""
 
-    torch.manual_seed(0)
     net = nn.Sequential(
         nn.BatchNorm1d(3, momentum=1.0), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(3, 3)
     ).double()

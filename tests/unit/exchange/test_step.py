@@ -207,7 +207,6 @@ class GraphNet(nn.Module):
 
 def test_the_nodes_of_a_graph_are_the_examples_of_its_batch() -> None:
     """Its edges have another number of rows, so no part of the nodes is a graph."""
-    torch.manual_seed(0)
     model, nodes = GraphNet().double(), 6
     graphs = [
         {"x": torch.randn(nodes, 3, dtype=torch.float64) + i, "edges": torch.randint(0, nodes, (2, 9 + i))}
@@ -237,7 +236,6 @@ def test_a_loss_that_calls_batch_norm_is_an_error() -> None:
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "paper"])
 def test_statistics_in_float32_are_accurate_if_the_mean_is_much_larger_than_the_deviation(fused: bool) -> None:
     """The variance is a mean of squared deviations: the difference of two means of squares would lose all digits."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 8 * 8, 5)).train()
     inputs = torch.randn(16, 3, 8, 8) + 5000
     sent: dict[str, Array] = {}
@@ -273,7 +271,6 @@ def test_a_batch_norm_that_the_backward_pass_computes_again_is_refused(reentrant
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_batch_norm_in_float32_between_layers_of_half_precision(dtype: torch.dtype) -> None:
     """The step of one client is that of ordinary batch norm."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)).to(dtype)
     model[1].float()
     ordinary = copy.deepcopy(model)

@@ -24,13 +24,6 @@ from fedbn_flwr.norms import NORMS
 from tests.support.nets import parameters
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        yield
-
-
 def on_meta(name: str, classes: int = 10, **options: Any) -> nn.Module:
     """The network without memory for its weights."""
     with torch.device("meta"):

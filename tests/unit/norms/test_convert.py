@@ -49,7 +49,6 @@ TWINS: dict[str, Callable[..., nn.Module]] = {
     ("kind", "data"), [(kind, data) for kind in TWINS for data in INPUTS if (kind, data) != ("in", "features")]
 )
 def test_normaliser_equals_torch_s_layer_with_the_same_gamma_and_beta(kind: str, data: str) -> None:
-    torch.manual_seed(0)
     layer = LAYERS[data](4, eps=1e-3, dtype=torch.float64)
     nn.init.normal_(layer.weight)
     nn.init.normal_(layer.bias)
@@ -78,7 +77,6 @@ def test_bn_leaves_the_model_as_it_is() -> None:
 @pytest.mark.parametrize("kind", ["gn", "ln", "in", "none"])
 @pytest.mark.parametrize("training", [True, False])
 def test_conversion_keeps_everything_else(kind: str, training: bool) -> None:
-    torch.manual_seed(0)
     model = build_model("cnn", 10).to(torch.float64).train(training)
     for layer in (model.bn1, model.bn2):
         nn.init.normal_(layer.weight)

@@ -102,7 +102,6 @@ def batches() -> list[tuple[dict[str, Tensor], Tensor]]:
 
 
 def test_reestimation_measures_real_positions() -> None:
-    torch.manual_seed(0)
     net = Net()
     found, _ = reestimate(net, batches(), CPU, pooled=True)
     inputs = [net.first(x["x"] * x["mask"][:, None]).transpose(1, 2)[x["mask"]] for x, _ in batches()]

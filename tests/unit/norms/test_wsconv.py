@@ -128,7 +128,6 @@ class Scaled(nn.Module):
     slow_except({"resnet20", "resnet18"}, [("resnet20", "bn2"), ("resnet18", "bn2"), ("resnet50", "bn3")]),
 )
 def test_branch_scale_is_a_factor_of_each_residual_branch(name: str, last: str) -> None:
-    torch.manual_seed(0)
     expected = build_model(name, 10, "won").double()
     model = copy.deepcopy(expected)
     for block in list(expected.modules()):

@@ -388,7 +388,6 @@ class Twice(nn.Module):
 
 def test_batch_norms_are_folded_by_the_formula() -> None:
     """Not after another layer, or one whose outputs are used twice, and no other norm."""
-    torch.manual_seed(0)
     network = randomised(
         nn.Sequential(
             *(nn.Conv2d(2, 1, 3, bias=False), nn.BatchNorm2d(1), Twice(), nn.ReLU(), nn.BatchNorm2d(4)),

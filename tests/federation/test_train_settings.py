@@ -1,4 +1,4 @@
-"""A learning rate that follows the round in which a strategy freezes or switches."""
+"""How an experiment lets clients train: at a rate that follows the strategy's switch, and each in its own way."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
-from fedbn_flwr import run
+from fedbn_flwr import run, run_all
 from tests.support.federations import near
 
 ROUNDS, FACTOR = 6, 0.1
@@ -52,3 +53,28 @@ def test_a_strategy_that_never_switches_keeps_its_rate(tmp_path: Path) -> None:
     followed = model_of(tmp_path / "followed", {"name": "FedAvg"}, {"switch": FACTOR})
     constant = model_of(tmp_path / "constant", {"name": "FedAvg"}, {"kind": "constant"})
     near(followed, constant)
+
+
+OWN = {"batch_size": 8, "steps": 3, "lr_factor": 0.5}
+EXPERIMENT = {
+    "rounds": 2,
+    "clients": 2,
+    "model": {"name": "mlp"},
+    "engine": {"device": "cpu"},
+    "runs": {
+        "all": {"train": {"lr": 0.05, "batch_size": 8, "steps": 3}},
+        "each": {"train": {"lr": 0.1, "epochs": 2, "of_clients": [{"client": 0, **OWN}, {"client": 1, **OWN}]}},
+        "one": {"train": {"lr": 0.1, "epochs": 2, "of_clients": [{"client": 1, **OWN}]}},
+    },
+}
+
+
+def test_settings_of_every_client_are_those_of_all_and_the_report_says_who_has_them(tmp_path: Path) -> None:
+    results = run_all(EXPERIMENT, out=tmp_path, progress=False)
+    of_all, each, one = (result.model().state_dict() for result in results)
+    assert all(torch.equal(values, each[key]) for key, values in of_all.items())
+    assert not all(torch.equal(values, one[key]) for key, values in of_all.items())
+    titles, _, *rows = results.table().partition("clients that took part\n")[2].splitlines()
+    assert titles.split()[-5:] == ["batch", "size", "steps", "lr", "factor"]
+    differ = [line.split()[:2] for line in rows if line.split()[-3:] == ["8", "3", "0.5"]]
+    assert differ == [["each", "0"], ["each", "1"], ["one", "1"]]
