@@ -517,13 +517,15 @@ def main_sets(name: str) -> Table:
 
 
 def sets() -> str:
-    """Every set with its files, as docs/results/sets.csv has them."""
+    """Every set with the commands that repeat it, from the clone's folder, as docs/results/sets.csv has them."""
     rows = list[tuple[str, ...]]()
     for file in sorted(RESULTS.glob("*/*/report.json")):
         name = file.parent.relative_to(RESULTS).as_posix()
-        files = " ".join(each.name for each in (file, *sorted(file.parent.glob("settings*.yaml"))))
-        rows.append((name, *ran(name), files))
-    return as_csv(("set", *COLUMNS, "seeds", "files"), rows)
+        own = specification("results/sets.yaml").get(name, {})
+        files = sorted(file.parent.glob("settings*.yaml"))
+        commands = own.get("commands") or [f"fedbn run {each.relative_to(ROOT).as_posix()}" for each in files]
+        rows.append((name, *ran(name), " ; ".join(commands), own.get("note", "")))
+    return as_csv(("set", *COLUMNS, "seeds", "commands", "note"), rows)
 
 
 TABLES: dict[str, Callable[[], Table]] = {

@@ -7,9 +7,8 @@ import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import measured
 import outputs
@@ -24,11 +23,11 @@ from fedbn_flwr.experiment.file.layers import load_experiment
 from fedbn_flwr.experiment.settings import Settings
 from fedbn_flwr.results.report.tables import Paired
 from tests.support.command import ROOT
-from tests.support.pages import BLOCK
 
 RESULTS = results.RESULTS
 DIFFERENCES = [name for name, spec in results.specification("results/tables.yaml").items() if "differences" in spec]
 LISTED = [*csv.DictReader(results.sets().splitlines())]
+SETTINGS = r"settings[\w-]*\.yaml"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in sorted(RESULTS.glob("*.md"))}
 
 
@@ -43,7 +42,8 @@ def test_each_table_of_a_results_page_is_generated() -> None:
 def test_each_raw_file_is_used_by_a_page() -> None:
     """By sets.csv, a link, a generated table or a command; environments.json is next to the report."""
     pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
-    pages += "\n".join(f"{each['set']}/{file}" for each in LISTED for file in each["files"].split())
+    pages += "\n".join(f"{each['set']}/report.json" for each in LISTED)
+    pages += "\n".join(f"{each['set']}/{file}" for each in LISTED for file in re.findall(SETTINGS, each["commands"]))
     files = (file for file in RESULTS.glob("*/**/*") if file.is_file() and "__pycache__" not in file.parts)
     kept = [file.relative_to(RESULTS).as_posix() for file in files]
     assert len(kept) > 100
@@ -357,7 +357,7 @@ def test_rows_that_the_seeds_do_not_tell_apart_share_a_rank() -> None:
     assert results.ranks([best, lower, {}, close, lower_and_wide]) == [1, 3, 0, 1, 3], "79 in the mean isn't first"
 
 
-# --- The commands of a results page repeat the runs of its sets; a comment names the sets.
+# --- The commands of sets.csv repeat the runs.
 
 
 NOT_EXPERIMENTS = {"fixbn/lenet-rate": "begins from the models of another set"}
@@ -365,48 +365,24 @@ REFUSED = {"domains/batches": "FedAvg+BRN"}  # is batch norm there, which is an 
 GONE = "FedAP"  # pages name the last commit that has it
 
 
-class Command(NamedTuple):
-    folder: Path
-    line: str
-    sets: tuple[str, ...]
-
-
-def commands(page: Path) -> Iterator[Command]:
-    """Those of the page's blocks."""
-    for kind, text in BLOCK.findall(page.read_text(encoding="utf-8")):
-        folder = ROOT
-        for line in re.sub(r" *\\\n *", " ", text).splitlines() if kind == "bash" else ():
-            where, _, line = line.rpartition(" && ")
-            folder = ROOT / where.removeprefix("cd ") if where else folder
-            if line.startswith("fedbn run "):
-                words = re.findall(r"[^\s,:]+", line.partition(" # ")[2])
-                yield Command(folder, line, tuple(each for each in words if each in SETS))
-
-
-SETS = [each["set"] for each in LISTED]
-COMMANDS = [command for page in sorted(RESULTS.glob("*.md")) for command in commands(page)]
-COMMANDS += [
-    Command(RESULTS / each["set"], f"fedbn run {file}", (each["set"],))
-    for each in LISTED
-    for file in each["files"].split()
-    if file.startswith("settings")
-]
+COMMANDS = {each["set"]: each["commands"].split(" ; ") for each in LISTED}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SETS if name not in NOT_EXPERIMENTS])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in NOT_EXPERIMENTS])
 def test_the_commands_for_a_set_repeat_its_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With their settings, rounds and seeds. Rows that weren't measured may be trained too, but no other conditions."""
     papers: dict[tuple[str, int], Settings] = {}
-    for command in (each for each in COMMANDS if name in each.sets):
-        monkeypatch.chdir(command.folder)
-        arguments = cli._parsed(shlex.split(command.line, comments=True)[1:])
+    for command in COMMANDS[name]:
+        where, _, line = command.rpartition(" && ")
+        monkeypatch.chdir(ROOT / where.removeprefix("cd "))
+        arguments = cli._parsed(shlex.split(line)[1:])
         papers |= {
             (run.label, run.seed): run for run in load_experiment(arguments.experiment, overrides_of(arguments)).runs
         }
     raw = {(run.label, run.seed): run.settings for run in results.read(name)}
     raw = {key: settings for key, settings in raw.items() if key[0].partition(", ")[0] not in (REFUSED.get(name), GONE)}
-    assert sorted(raw.keys() - papers.keys()) == [], f"say in a comment which command repeats them: # {name}"
+    assert sorted(raw.keys() - papers.keys()) == [], "sets.yaml has the commands that repeat them"
     for key, settings in raw.items():
         assert (key, measured.differing(papers[key], settings)) == (key, set())
         assert papers[key].rounds == settings["rounds"]
