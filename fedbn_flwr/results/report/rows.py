@@ -138,12 +138,10 @@ def group(runs: Sequence[Result]) -> list[Row]:
     for run in runs:
         rows.setdefault((run.label, repr(sorted(run.settings.items()))), []).append(run)
     names = apart([(label, alike[0].settings) for (label, _), alike in rows.items()])
-    mixed, found = len({run.summary.accuracy_of for run in runs}) > 1, []
-    for name, alike in zip(names, rows.values(), strict=True):
-        accuracy_of = alike[0].summary.accuracy_of.removesuffix(", mean")
-        note = f" ({accuracy_of})" if mixed and accuracy_of != GLOBAL_MODEL else ""
-        found.append(Row(name + note, tuple(alike), note))
-    return found
+    mixed = len({run.summary.accuracy_of for run in runs}) > 1
+    whose = [alike[0].summary.accuracy_of.removesuffix(", mean") for alike in rows.values()]
+    notes = [f" ({model})" if mixed and model != GLOBAL_MODEL else "" for model in whose]
+    return [Row(name + note, tuple(alike), note) for name, alike, note in zip(names, rows.values(), notes, strict=True)]
 
 
 def apart(found: Sequence[tuple[str, Tree]]) -> list[str]:
@@ -247,10 +245,8 @@ def sweeps(rows: Sequence[Row]) -> list[Sweep]:
     # `strategy.base.fraction_train` of a wrapper is `strategy.fraction_train` of another strategy.
     own = re.compile(r"^strategy\.(base\.)++(?!name$)")
     placed = [(row, {own.sub("strategy.", key): value for key, value in swept.items()}) for row, swept in given]
-    values: dict[str, dict[str, object]] = {}
-    for _, condition in placed:
-        for key, value in condition.items():
-            values.setdefault(key, {})[in_words(value)] = value
+    keys = dict.fromkeys(key for _, condition in placed for key in condition)
+    values = {key: {in_words(there[key]): there[key] for _, there in placed if key in there} for key in keys}
     found: dict[tuple[str, str], list[tuple[Row, str]]] = {}
     for row, condition in placed:
         if varied := [key for key in condition if len(values[key]) > 1]:

@@ -252,11 +252,9 @@ def in_domains(row: Row, keys: Sequence[MetricKey]) -> list[list[float]]:
 
 
 def domain_table(rows: Sequence[Row], metric: MetricKey, keys: Sequence[MetricKey]) -> Table:
-    lines: Lines = [("run", *(key.domain for key in keys), "average")]
-    for row in rows:
-        if any(columns := in_domains(row, keys)):
-            lines.append((row.title, *(as_measured(metric, values) for values in columns)))
-    return f"{metric.title}, by domain", lines
+    found = [(row.title, columns) for row in rows if any(columns := in_domains(row, keys))]
+    lines = [(title, *(as_measured(metric, values) for values in columns)) for title, columns in found]
+    return f"{metric.title}, by domain", [("run", *(key.domain for key in keys), "average"), *lines]
 
 
 def measures_of_clients(run: Result) -> dict[str, MetricKey]:
