@@ -124,13 +124,20 @@ class MomentRecorder:
         return statistics
 
 
+def _train_inside(layer: nn.Module, mode: bool = True) -> nn.Module:
+    for module in layer.children():
+        module.train(mode)
+    return layer
+
+
 @contextmanager
 def frozen_norm(model: nn.Module, frozen_roles: frozenset[Role]) -> Iterator[None]:
     """Put `model` into training mode and, inside the block, freeze these roles of its batch norms.
 
     With frozen statistics, batch norms normalise with their running mean and variance and do not update them, while
     gamma, beta and all other layers train (dropout stays on). A batch norm without statistics normalises with the
-    statistics of its batch as before. With frozen affine parameters, gamma and beta do not train.
+    statistics of its batch as before. With frozen affine parameters, gamma and beta do not train. A loop inside the
+    block may call `model.train()` and `model.eval()`, which frozen layers pass on to the modules in them.
     """
     model.train()
     layers = norm_layers(model) if frozen_roles else {}
@@ -141,6 +148,7 @@ def frozen_norm(model: nn.Module, frozen_roles: frozenset[Role]) -> Iterator[Non
             raise MessageError(f"cannot freeze the statistics of batch norm {next(iter(layers))!r}: it tracks none")
         for layer in tracking:
             layer.training = False  # of the layer alone: dropout inside it stays on
+            vars(layer)["train"] = partial(_train_inside, layer)
     role_of = roles(model) if Role.AFFINE in frozen_roles else {}
     frozen = [
         parameter
@@ -153,6 +161,7 @@ def frozen_norm(model: nn.Module, frozen_roles: frozenset[Role]) -> Iterator[Non
         yield
     finally:
         for layer in tracking:
+            vars(layer).pop("train", None)  # the layer may have two names
             layer.training = model.training
         for parameter in frozen:
             parameter.requires_grad_(True)

@@ -73,6 +73,16 @@ def test_dropout_stays_on_while_statistics_are_frozen() -> None:
         assert not model(x).equal(model(x))
 
 
+def test_a_loop_that_calls_train_does_not_thaw_batch_norm() -> None:
+    """As most loops do at the start of each epoch, and Lightning after each validation."""
+    model = net()
+    with frozen_norm(model, frozenset({Role.STATISTICS})):
+        model.eval().train()
+        assert model[3].training
+        assert moved(model) == WEIGHTS | AFFINE
+    assert moved(model.eval().train()) == WEIGHTS | AFFINE | STATISTICS
+
+
 @pytest.mark.parametrize("ends", [pytest.raises(RuntimeError, match="diverged"), contextlib.nullcontext()])
 def test_the_model_is_afterwards_as_before(ends: contextlib.AbstractContextManager[Any]) -> None:
     """A pass outside the block would normalise with the frozen statistics. A bias that its user froze stays so."""
