@@ -98,50 +98,71 @@ def predictions(folder: RunReader, model: nn.Module, path: Path, ident: str | No
     The label is empty where an example has none, and so is the prediction of an example that training would leave out.
     """
     new = opened(folder, path := path.expanduser(), ident)
-    task, described, source, table, data = new.task, new.described, new.source, new.table, new.data
-    examples, missing = data.train, len(data.train) - len(new.there)
-    names, labels = described.classes or data.class_names, labels_of(data)
-    assert examples.rows is not None, "examples of a table have rows"
-    masks = dict[str, Tensor]()
+    task, examples, columns = new.task, new.data.train, _columns(new, path, ident)
+    names, masks = new.described.classes or new.data.class_names, dict[str, Tensor]()
     if task is SEGMENTATION:
-        found, names = classes_of(model, new).to(torch.uint8), ()
-        form = "png" if found.ndim == 3 else "npy"
-        masks = {f"{row}.{form}": mask for row, mask in zip(examples.rows[new.there].tolist(), found, strict=True)}
+        names, masks = (), _masks(model, new, columns["row"])
         made = {place: [name] for place, name in zip(new.there.tolist(), masks, strict=True)}
     else:
-        made = {}
-        for place, values in zip(new.there.tolist(), itertools.chain(*_outputs(model, new.batches, task)), strict=True):
-            if not values.isfinite().all():
-                continue
-            best = [names[int(values.argmax())]] if task.form == "classes" else []
-            made[place] = [*best, *(f"{value:.6g}" for value in values.tolist())]
-    columns: dict[str, Sequence[object]] = {"row": examples.rows.tolist()}
-    if images := [name for name in data.types if name in table.names and table.kind(name) == "Image"]:
-        columns["file"] = [_file_name(table.columns[images[0]][row].as_py(), path) for row in examples.rows.tolist()]
-    if source.series is not None:
-        columns[source.series] = of_series(source, table)[1].columns[source.series].to_pylist()
-    elif ident is not None:
-        columns[ident] = table.columns[ident].take(examples.rows.numpy()).to_pylist()
+        made = dict(_scored(model, new, names))
     said = [f"{path}: {len(examples)} examples", *new.said]
-    if task.form == "classes" and any(labels):
+    if labels := _labels(new.data):
         columns["label"] = labels
         right = [made[row][0] == label for row, label in enumerate(labels) if label and row in made]
         said.append(f"accuracy {sum(right) / max(1, len(right)):.4f}: {sum(right)} of {len(right)} labels")
-    if without := sum(not label for label in labels) if "label" in columns else 0:
-        said.append(f"without a label: {without} examples")
     if task is SEGMENTATION and new.labelled.num_examples:
         metrics = measured(model, new, ["dice"])
         shown = (f"{title_of(name)} {metrics[name]:.4f}" for name in (*task.reported, "dice"))
         said.append(f"{', '.join(shown)}: {new.labelled.num_examples} masks")
-    if missing:
-        said.append(f"without a prediction: {missing} examples, which lack an input (data.missing is drop)")
-    if wrong := len(new.there) - len(made):
-        said.append(f"without a prediction: {wrong} examples, for which {_NOT_FINITE}")
+    lacking = (
+        (labels.count(""), "label", ""),
+        (len(examples) - len(new.there), "prediction", ", which lack an input (data.missing is drop)"),
+        (len(new.there) - len(made), "prediction", f", for which {_NOT_FINITE}"),
+    )
+    said += [f"without a {what}: {number} examples{why}" for number, what, why in lacking if number]
     words = "probability " if task.form != "numbers" else ""
     scored = [*(["prediction"] if task.form == "classes" else []), *(words + name for name in names)]
     blank = [""] * len(scored)
     rows = [[*cells, *made.get(row, blank)] for row, cells in enumerate(zip(*columns.values(), strict=True))]
     return Predictions([*columns, *scored], rows, said, masks)
+
+
+def _columns(new: Opened, path: Path, ident: str | None) -> dict[str, Sequence[object]]:
+    """Which example each row is of: its place, its file, and its series or id."""
+    table, series, rows = new.table, new.source.series, new.data.train.rows
+    assert rows is not None, "examples of a table have rows"
+    columns: dict[str, Sequence[object]] = {"row": rows.tolist()}
+    if images := [name for name in new.data.types if name in table.names and table.kind(name) == "Image"]:
+        columns["file"] = [_file_name(table.columns[images[0]][row].as_py(), path) for row in rows.tolist()]
+    if series is not None:
+        columns[series] = of_series(new.source, table)[1].columns[series].to_pylist()
+    elif ident is not None:
+        columns[ident] = table.columns[ident].take(rows.numpy()).to_pylist()
+    return columns
+
+
+def _labels(data: DataSet) -> list[str]:
+    """The label of each example, empty where it has none; nothing if all are, or if an example hasn't one class."""
+    if data.task.form != "classes" or data.task is SEGMENTATION:
+        return []
+    labels = ["" if label < 0 else data.class_names[label] for label in data.train.labels.tolist()]
+    return labels if any(labels) else []
+
+
+def _masks(model: nn.Module, new: Opened, rows: Sequence[object]) -> dict[str, Tensor]:
+    """The classes of the pixels of each example of `there`, by the name of a file."""
+    found = classes_of(model, new).to(torch.uint8)
+    form = "png" if found.ndim == 3 else "npy"
+    return {f"{rows[place]}.{form}": mask for place, mask in zip(new.there.tolist(), found, strict=True)}
+
+
+def _scored(model: nn.Module, new: Opened, names: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
+    """The place of each example of `there` whose outputs are finite, with its best class, if it has one, and scores."""
+    outputs = itertools.chain(*_outputs(model, new.batches, new.task))
+    for place, values in zip(new.there.tolist(), outputs, strict=True):
+        if values.isfinite().all():
+            best = [names[int(values.argmax())]] if new.task.form == "classes" else []
+            yield place, [*best, *(f"{value:.6g}" for value in values.tolist())]
 
 
 def write_masks(masks: Mapping[str, Tensor], folder: Path) -> None:
@@ -221,13 +242,6 @@ def _file_name(file: Mapping[str, str | None], path: Path) -> str:
     """The name of an image file, in the folder if it is below it; empty for an image in a table."""
     name = file["path"] or ""
     return os.path.relpath(name, path) if Path(name).is_relative_to(path) else name
-
-
-def labels_of(data: DataSet) -> list[str]:
-    """The label of each example, empty where it has none; the labels of other tasks are not shown."""
-    if data.task.form != "classes" or data.task is SEGMENTATION:
-        return [""] * len(data.train)
-    return ["" if label < 0 else data.class_names[label] for label in data.train.labels.tolist()]
 
 
 def measured(model: nn.Module, new: Opened, more: Sequence[str] = ()) -> Mapping[str, float]:
