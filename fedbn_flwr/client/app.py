@@ -141,8 +141,9 @@ def _client_error(context: Context, task: str, error: BaseException, note: str =
         log_once(f"a client could not {task}: {whole}{note}", ERROR)
     if ONE_VALUE in sent:
         sent += (
-            "; batch norm needs two: give this client more examples, leave out a last batch of one (drop_last=True of "
-            "a DataLoader), or use another norm (model.norm: gn, or convert_norm(model, 'gn') on server and clients)"
+            "; batch norm needs two: give this client more examples or larger batches, leave out a last batch of one "
+            "(drop_last=True of a DataLoader), or use another norm (model.norm: gn, or convert_norm(model, 'gn') on "
+            "server and clients)"
         )
     return ClientFailed(f"client {node.get('partition-id', f'node {context.node_id}')} could not {task}: {sent}")
 

@@ -66,7 +66,11 @@ class LocalOptimizer:
     def step(self) -> None:
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters.values(), self.clip)
-        self.torch.step()
+        try:
+            self.torch.step()
+        except (TypeError, RuntimeError) as error:  # LBFGS needs a closure, and SparseAdam sparse gradients
+            name = type(self.torch).__name__
+            raise SettingsError(f"the optimizer {name} cannot take a step: {error}") from error
 
     def state(self) -> Mapping[str, Tensor]:
         """What the optimiser remembers, under names that stay the same between rounds."""

@@ -116,12 +116,15 @@ def test_a_saved_state_continues_the_steps(spec: OptimizerSpec, settings: dict[s
         ({"name": "sgd", "nesterov": True}, {}, r"{'nesterov': True}: Nesterov momentum requires a momentum"),
         ("adam", {"momentum": 0.9}, "momentum is 0.9, but the optimizer adam has none; leave it out, or set it to 0"),
         ("SparseAdam", {"weight_decay": 0.1}, "weight_decay is 0.1, but the optimizer SparseAdam has none"),
+        ("SparseAdam", {}, "the optimizer SparseAdam cannot take a step: SparseAdam does"),
+        ("LBFGS", {}, "the optimizer LBFGS cannot take a step: .* argument: 'closure'"),
         ("builtins:dict", {}, "optimizer builtins:dict"),
     ],
 )  # fmt: skip
 def test_what_cannot_train_is_refused(spec: OptimizerSpec, options: dict[str, Any], words: str) -> None:
+    model = network()
     with pytest.raises(SettingsError, match=words):
-        make_optimizer(spec, dict(network().named_parameters()), 0.1, **options)
+        steps(model, make_optimizer(spec, dict(model.named_parameters()), 0.1, **options), range(2))
 
 
 def test_zero_is_no_setting_for_an_optimiser_without_it() -> None:
