@@ -162,8 +162,6 @@ def cell(kind: Mapping[str, Any], runs: Sequence[Run], label: str = "") -> str:
     match kind.get("key"):
         case "seeds":
             return str(len(done))
-        case "by seed":
-            return " / ".join(f"{each:.1f}" for each in by_seed(done).values())
         case "trips":
             return f"{statistics.mean(run.summary['communication_rounds'] for run in done):,.0f}"
         case "MiB":
@@ -341,11 +339,11 @@ def as_csv(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 # --- claims -------------------------------------------------------------------------
 
 VERDICTS = {
-    "supported": "every comparison is significant with the claimed sign, or equal where the claim says so",
+    "supported": "every comparison is significant with the claimed sign, or equal if claimed",
     "supported on other data": "the same, on other images or another network than the paper's",
-    "contradicted": "a comparison is significant with the other sign, or differs where the claim says *equal*",
-    "equal": "a comparison is within the margin where the claim has a difference",
-    "open": "undecided: too few seeds, too wide an interval, too few rounds, or not the paper's data",
+    "contradicted": "a comparison is significant with the other sign, or differs if *equal* is claimed",
+    "equal": "a comparison is within the margin though a difference is claimed",
+    "open": "too few seeds, too wide an interval, too few rounds, or not the paper's data",
     "not measured": "no comparison of ours",
 }
 
@@ -388,7 +386,7 @@ def verdict(expects: str, found: Sequence[Difference]) -> str:
 
 
 def claims() -> Table:
-    """Each claim with its source, the published and the measured differences, the seeds and the verdict."""
+    """Each claim with its source, the published and the measured differences, and the verdict."""
     rows: list[Row] = []
     every = [
         (paper, claim, _compared(claim))
@@ -409,13 +407,13 @@ def claims() -> Table:
             done = "open: p is too large for so many claims"
         if "instead" in claim and not done.startswith("open"):  # other data or another network can't decide
             done = "supported on other data" if done == "supported" else f"open: {done}, but on other data"
-        bracket = "; ".join(filter(None, (claim.get("instead"), *_setups(claim))))
+        smaller = any("pixels" in each for each in _setups(claim))  # says so itself
+        bracket = "; ".join(filter(None, (None if smaller else claim.get("instead"), *_setups(claim))))
         measured = f"[{', '.join(map(str, found))}]({claim.get('page')})" + (f"; {bracket}" if bracket else "")
         ours = measured if found else claim.get("counted", "")
-        seeds = span(each.test.pairs for each in found) if found else ""
-        published = str(claim.get("published", ", ".join(text for _, text in known)))
-        rows.append((claim["claim"], f"{paper}, {claim['source']}", published, ours, seeds, done))
-    return ("claim", "source", "published", "measured", "seeds", "verdict"), rows
+        published = str(claim.get("published", ", ".join(text for _, text in known))).replace("curves", "")
+        rows.append((claim["claim"], f"{paper}, {claim['source']}", published, ours, done))
+    return ("claim", "source", "published", "measured", "verdict"), rows
 
 
 def _setups(claim: Mapping[str, Any]) -> list[str]:
@@ -475,6 +473,7 @@ def costs() -> Table:
 
 
 COLUMNS = ("data", "network", "clients", "rounds", "local work", "batch", "rate")
+MAIN = COLUMNS[:-2]  # on a page
 
 
 def setup(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -504,16 +503,18 @@ def common(values: Iterable[str]) -> str:
     return " / ".join([first, *(each.removeprefix(start) for each in others)])
 
 
-def ran(of_set: str) -> tuple[str, ...]:
+def ran(of_set: str, columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
     """What most runs of a set have, and their seeds."""
     setups = [setup(run.settings) for run in read(of_set)]
-    return *(common(each[key] for each in setups) for key in COLUMNS), str(len({run.seed for run in read(of_set)}))
+    return *(common(each[key] for each in setups) for key in columns), str(len({run.seed for run in read(of_set)}))
 
 
 def main_sets(name: str) -> Table:
     """What a page is about mainly, by its section."""
-    rows: list[Row] = [(title, *ran(of_set)) for title, of_set in specification("results/tables.yaml")[name].items()]
-    return ("section", *COLUMNS, "seeds"), rows
+    rows: list[Row] = [
+        (title, *ran(of_set, MAIN)) for title, of_set in specification("results/tables.yaml")[name].items()
+    ]
+    return ("section", *MAIN, "seeds"), rows
 
 
 def sets() -> str:
@@ -528,11 +529,17 @@ def sets() -> str:
     return as_csv(("set", *COLUMNS, "seeds", "commands", "note"), rows)
 
 
+def hospitals() -> str:
+    """Each strategy at each hospital, in brackets as published, as docs/results/heart/hospitals.csv has it."""
+    columns, rows = grid("hospitals.csv")
+    return as_csv(columns, [[*map(str, row)] for row in rows])
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     **{
         name: functools.partial(main_sets if name.startswith("main sets") else grid, name)
         for name, spec in specification("results/tables.yaml").items()
-        if "differences" not in spec
+        if "differences" not in spec and name != "hospitals.csv"
     },
     "evidence": evidence,
     "claims": claims,

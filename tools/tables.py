@@ -143,8 +143,8 @@ def arguments_of(name: str) -> Table:
 
 
 def leaves() -> Table:
-    """What a client sends to the server in each round of training, by role, and what is stored for it."""
-    rows: list[Row] = []
+    """What a client sends in each round of training, by role, and what is stored; equal strategies share a row."""
+    found: dict[tuple[str, ...], list[str]] = {}
     for name in STRATEGIES:
         traits = describe(name).traits
         sends = "in a sum" if name == "Secure" else "yes"
@@ -153,8 +153,9 @@ def leaves() -> Table:
         ]
         if getattr(class_of(name), "without_statistics", None):
             sent[_TRAVELLING.index(Role.STATISTICS)] = "none"
-        besides = "; ".join([*traits.also_sent, *_queried(name)]) or "nothing"
-        rows.append((f"`{name}`", *sent, besides, " and ".join(traits.client_memory) or "nothing"))
+        besides = "; ".join([*traits.also_sent, *_queried(name)])
+        found.setdefault((*sent, besides, " and ".join(traits.client_memory)), []).append(f"`{name}`")
+    rows: list[Row] = [(", ".join(names), *row) for row, names in found.items()]
     return ("strategy", "weights", "gamma, beta", "running statistics", "also sends", "stored for each client"), rows
 
 
@@ -297,6 +298,7 @@ FILES = {  # what is too long for a page
     results.RESULTS / "differences.csv": results.comparisons,
     results.RESULTS / "papers.csv": measured.papers,
     results.RESULTS / "sets.csv": results.sets,
+    results.RESULTS / "heart" / "hospitals.csv": results.hospitals,
     results.RESULTS / "diagnose" / "cells.csv": outputs.diagnosed,
 }
 
