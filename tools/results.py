@@ -411,7 +411,7 @@ def claims() -> Table:
         bracket = "; ".join(filter(None, (None if smaller else claim.get("instead"), *_setups(claim))))
         measured = f"[{', '.join(map(str, found))}]({claim.get('page')})" + (f"; {bracket}" if bracket else "")
         ours = measured if found else claim.get("counted", "")
-        published = str(claim.get("published", ", ".join(text for _, text in known))).replace("curves", "")
+        published = str(claim.get("published", ", ".join(text for _, text in known)))
         rows.append((claim["claim"], f"{paper}, {claim['source']}", published, ours, done))
     return ("claim", "source", "published", "measured", "verdict"), rows
 
