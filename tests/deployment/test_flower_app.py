@@ -90,7 +90,7 @@ def test_the_guide_shows_what_the_example_prints(app: Path, capsys: pytest.Captu
     assert here(capsys, strategy="FixBN", **{"num-server-rounds": 4})[4] == pytest.approx(float(few), abs=6)
     server = app / "server_app.py"
     server.write_text(server.read_text().replace(", lr_factor=0.1", ""))
-    (high,) = re.findall(r"Without it this\s+run ends at ([\d.]+)%", PAGE)
+    (high,) = re.findall(r"without it this\s+run ends at ([\d.]+)%", PAGE)
     assert here(capsys, strategy="FixBN")[20] == pytest.approx(float(high), abs=8)
 
 
