@@ -86,6 +86,7 @@ class Parts(RunParts):
 
     name: str
     rule: Rule
+    own_data: bool = False  # nodes may have data of their own; what they answer decides how the partition is checked
 
     @cached_property
     def partition(self) -> list[Tensor]:

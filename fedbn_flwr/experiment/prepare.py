@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedbn_flwr import named, seeding
 from fedbn_flwr.batch import Outputs, Value, map_tensors
 from fedbn_flwr.client.evaluation import Measurement, Metric, check_metrics, name_of
-from fedbn_flwr.client.optimizers import make_optimizer
+from fedbn_flwr.client.optimizers import OptimizerSpec, make_optimizer
+from fedbn_flwr.client.training import ONE_VALUE
 from fedbn_flwr.cores import cores
 from fedbn_flwr.data.dataset import DataSet
 from fedbn_flwr.data.examples import main_input
@@ -56,6 +57,7 @@ def prepare(experiment: Experiment, places: Sequence[int] | None = None, *, own_
             prepared.append(prepare_run(run, name, make_rule(run), is_tried=is_tried))
             if len(chosen) > 1:
                 prepared[-1].release()  # a sweep has many models
+            prepared[-1].own_data = own_data
             if prepared[-1].dataset is not None and not own_data:
                 check_partition(prepared[-1])
     return prepared
@@ -260,13 +262,14 @@ def workers_of(run: Settings) -> int:
 
 # --- checks ------------------------------------------------------------------
 
-_TRIED = 2  # examples
-
 
 def check_partition(parts: Parts) -> None:
-    """Raise an error if clients have too few examples to exchange statistics of batches."""
+    """Raise an error if clients have too few examples to exchange statistics of batches, or to train at all."""
     run, least = parts.run, parts.rule.traits.min_batch
     sizes = [len(parts.split(client)[0]) for client in range(len(parts.partition))]
+    is_frozen = any(rule.memory.switch_round == 1 for rule in parts.rule.chain)  # FixBN with freeze_round 0
+    if min(run.train.batch_size, max(sizes)) == 1 and not least and not is_frozen:
+        try_model(run, parts.model, parts.shape, parts.device, examples=1)
     if small := [f"{client} ({size})" for client, size in enumerate(sizes) if size < least]:
         raise SettingsError(
             f"{len(small)} of {len(sizes)} clients have fewer than {least} training examples with seed {run.seed}: "
@@ -303,6 +306,25 @@ def check_rounds(parts: Parts, folder: RunReader) -> None:
         )
 
 
+def check_optimizer(
+    spec: OptimizerSpec,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    momentum: float = 0.0,
+    weight_decay: float | None = None,
+    clip: float | None = None,
+) -> None:
+    """Raise SettingsError if the optimiser cannot be made for these parameters, or cannot take a step."""
+    copies = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    for parameter in copies.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = make_optimizer(spec, copies, 0.1, momentum=momentum, weight_decay=weight_decay, clip=clip)
+    try:
+        optimizer.step()
+    except (Exception, SystemExit) as error:
+        raise SettingsError(f"optimizer {spec!r} cannot take a step: {type(error).__name__}: {error}") from error
+
+
 def check_training(parts: Parts) -> None:
     """Raise an error for settings with which training cannot begin, or differs from what the strategy assumes."""
     run, shape = parts.run, parts.shape
@@ -310,9 +332,13 @@ def check_training(parts: Parts) -> None:
     for server_round in (1, run.rounds) if run.rounds else ():
         learning_rate(run, server_round)
     if train.optimizer != "sgd":
-        parameters = {name: value for name, value in parts.model.named_parameters() if value.requires_grad}
         try:
-            make_optimizer(train.optimizer, parameters, 0.1, momentum=train.momentum, weight_decay=train.weight_decay)
+            check_optimizer(
+                train.optimizer,
+                {name: parameter for name, parameter in parts.model.named_parameters() if parameter.requires_grad},
+                momentum=train.momentum,
+                weight_decay=train.weight_decay,
+            )
         except SettingsError as error:
             raise SettingsError(f"train.{error}") from None
     _check_names(parts.task, parts.metrics, parts.rule.notes())
@@ -344,8 +370,10 @@ def _check_names(task: Task, metrics: Sequence[Metric], notes: Collection[str]) 
         raise SettingsError(f"evaluate.metrics has the name {twice[0]!r} twice")
 
 
-def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device) -> None:
-    """Run two examples through the model, so that a wrong size is reported before training.
+def try_model(
+    run: Settings, model: nn.Module, dataset: DataSet | Shape, device: torch.device, examples: int = 2
+) -> None:
+    """Run examples through the model, so that a wrong size is reported before training.
 
     The model is tried in eval mode, and a copy of it in training mode: some networks then return something else, for
     which the user must give a loss.
@@ -353,33 +381,40 @@ def try_model(run: Settings, model: nn.Module, dataset: DataSet | Shape, device:
     check_loss(run, dataset)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise SettingsError(f"model.name={run.model.name!r} has no parameter with requires_grad; expected one to train")
-    # Batch norm cannot compute the variance of one value.
-    tried: list[Value] = [map_tensors(lambda part: part.to(device), dataset.blank(_TRIED))]
+    # Two by default, because static batch norm cannot compute the variance of one value.
+    tried: list[Value] = [map_tensors(lambda part: part.to(device), dataset.blank(examples))]
     if run.data.crop is not None:
-        tried.insert(0, main_input(tried[0]).new_zeros(_TRIED, dataset.channels, run.data.crop, run.data.crop))
+        tried.insert(0, main_input(tried[0]).new_zeros(examples, dataset.channels, run.data.crop, run.data.crop))
     model.eval()
     for inputs in tried:
-        _try_examples(run, model, dataset, inputs)
+        _try_examples(run, model, dataset, inputs, examples)
     try:
         copied = copy.deepcopy(model)
         copied.train()
     except Exception:  # a module of the user; clients try it
         return
     with seeding.streams(0, device):  # dropout draws
-        _try_examples(run, copied, dataset, tried[0])
+        _try_examples(run, copied, dataset, tried[0], examples)
 
 
-def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inputs: Value) -> None:
+def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inputs: Value, examples: int) -> None:
     mode = " in training mode" if model.training else ""
     try:
         with torch.set_grad_enabled(model.training):
             outputs = model(inputs)
     except (Exception, SystemExit) as error:  # the network may be the user's
+        if examples == 1 and ONE_VALUE in str(error):
+            size = run.train.batch_size
+            found = f"train.batch_size is {size}" if size == 1 else "each client has one training example"
+            raise SettingsError(
+                f"{found}, and batch norm of {run.model.name!r} cannot compute a variance of one example; use batches "
+                "of two or more, or another norm, for instance model.norm: gn"
+            ) from None
         raise SettingsError(
             f"model.name={run.model.name!r} does not take the {_described(inputs)} examples of "
             f"{run.data.name!r}{mode}: {named.in_a_line(error)}"
         ) from None
-    expected = [_TRIED, dataset.outputs, *(main_input(inputs).shape[2:] if dataset.dense else ())]
+    expected = [examples, dataset.outputs, *(main_input(inputs).shape[2:] if dataset.dense else ())]
     # A model with one output may leave out its dimension.
     forms = [expected, expected[:1]] if expected[1:] == [1] else [expected]
     found = f"shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
@@ -387,12 +422,12 @@ def _try_examples(run: Settings, model: nn.Module, dataset: DataSet | Shape, inp
     if not is_right and not (model.training and has_own_loss(run)):
         advice = ", or a train.loss of your own that takes what the model returns" if model.training else ""
         raise SettingsError(
-            f"model.name={run.model.name!r} returns {found}{mode} for a batch of {_TRIED} examples; expected shape "
+            f"model.name={run.model.name!r} returns {found}{mode} for a batch of {examples} examples; expected shape "
             f"{expected}, as {run.data.name!r} has {dataset.classes} {_COUNTED[dataset.task.form]} per "
             f"{'pixel' if dataset.dense else 'example'}{advice}"
         )
     if model.training:
-        targets = targets_like(dataset.task, dataset.classes, _TRIED, expected[2:]).to(main_input(inputs).device)
+        targets = targets_like(dataset.task, dataset.classes, examples, expected[2:]).to(main_input(inputs).device)
         given = f"what model.name={run.model.name!r} returns{mode} ({found}) and targets {list(targets.shape)}"
         _try_loss(run, dataset.task, outputs, targets, given)
 

@@ -40,7 +40,7 @@ from ..listeners.progress import Reporter
 from ..listeners.recording import History, Saving, keep_promises
 from ..listeners.track import Track
 from ..parts import Parts, counts_of
-from ..prepare import workers_of
+from ..prepare import check_partition, workers_of
 from .federation import is_away, meet, restore_clients
 from .survey import Surveyor
 
@@ -97,6 +97,8 @@ def begin(running: Running, finished: FinishedRound, snapshot: Snapshot | None) 
         running.grid.inner.name = lambda node: base.roster.name(node)
     running.folder.write("model.json", prepared.description(running.agreed, running.federation.schema), indent=2)
     if prepared.dataset is not None and not running.federation.own_data:
+        if prepared.own_data:  # else it was checked before the first run
+            check_partition(prepared)
         running.folder.write("partition.json", counts_of(run, prepared.dataset, prepared.partition).model_dump())
     base.reply_timeout, base.folder = run.engine.timeout, running.folder.path / "strategy"
     prepared.rule.begin(run.rounds, finished.arrays)

@@ -14,6 +14,7 @@ from torch import nn
 from fedbn_flwr import BNClient
 from fedbn_flwr.client.optimizers import LocalOptimizer, OptimizerSpec, make_optimizer
 from fedbn_flwr.errors import SettingsError
+from fedbn_flwr.experiment.prepare import check_optimizer
 from tests.support.command import ROOT, python
 
 
@@ -116,22 +117,23 @@ def test_a_saved_state_continues_the_steps(spec: OptimizerSpec, settings: dict[s
         ({"name": "sgd", "nesterov": True}, {}, r"{'nesterov': True}: Nesterov momentum requires a momentum"),
         ("adam", {"momentum": 0.9}, "momentum is 0.9, but the optimizer adam has none; leave it out, or set it to 0"),
         ("SparseAdam", {"weight_decay": 0.1}, "weight_decay is 0.1, but the optimizer SparseAdam has none"),
-        ("SparseAdam", {}, "the optimizer SparseAdam cannot take a step: SparseAdam does"),
-        ("LBFGS", {}, "the optimizer LBFGS cannot take a step: .* argument: 'closure'"),
+        ("SparseAdam", {}, "optimizer 'SparseAdam' cannot take a step: RuntimeError: SparseAdam does"),
+        ("LBFGS", {}, "optimizer 'LBFGS' cannot take a step: TypeError: .* argument: 'closure'"),
         ("builtins:dict", {}, "optimizer builtins:dict"),
     ],
 )  # fmt: skip
 def test_what_cannot_train_is_refused(spec: OptimizerSpec, options: dict[str, Any], words: str) -> None:
-    model = network()
     with pytest.raises(SettingsError, match=words):
-        steps(model, make_optimizer(spec, dict(model.named_parameters()), 0.1, **options), range(2))
+        check_optimizer(spec, dict(network().named_parameters()), **options)
 
 
 def test_zero_is_no_setting_for_an_optimiser_without_it() -> None:
     """As `train.momentum=0` on the command line, for an experiment that sets one."""
     parameters = dict(network().named_parameters())
-    make_optimizer("adamw", parameters, 0.1, momentum=0.0)
+    before = {name: parameter.clone() for name, parameter in parameters.items()}
+    check_optimizer("adamw", parameters, momentum=0.0)
     make_optimizer("SparseAdam", parameters, 0.1, weight_decay=0.0)
+    assert all(value.equal(before[name]) and value.grad is None for name, value in parameters.items()), "only a check"
 
 
 class Counting(torch.optim.Optimizer):

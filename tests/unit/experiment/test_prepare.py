@@ -151,6 +151,9 @@ def test_a_round_needs_two_clients_unless_the_experiment_says_otherwise() -> Non
 # --- faults that show once the objects are built -----------------------------
 
 
+VECTORS = "{clients: 2, model: {name: 'tests.unit.experiment.test_prepare:vectors'}, %s}"
+
+
 def refused(text: str) -> str:
     with pytest.raises(SettingsError) as caught:
         prepare(read_experiment(parse_yaml(text)))
@@ -214,13 +217,40 @@ def refused(text: str) -> str:
             "{clients: 3, strategy: {name: FixBN, base: {name: FedAvg, min_available_nodes: 4}}}",
             ["strategy.min_available_nodes of FedAvg is 4, but there are 3 clients"],
         ),
+        (
+            VECTORS % "train: {batch_size: 1}",
+            [
+                f"train.batch_size is 1, and batch norm of '{__name__}:vectors' can",
+                "use batches of two or more, or another norm, for instance model.norm: gn",
+            ],
+        ),
         ("data: {crop: 7}", ["data.crop is 7, but 'digits' has one label per example"]),
+        (VECTORS % "data: {examples: 2}", ["each client has one training example, and batch norm"]),
     ],
 )
 def test_what_cannot_be_built_is_refused_before_training(text: str, words: list[str]) -> None:
     found = refused(text)
     for word in words:
         assert word in found
+
+
+def vectors(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.BatchNorm1d(4), nn.Linear(4, num_classes))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        VECTORS % "train: {batch_size: 1}, strategy: {name: FixBN, freeze_round: 0}",
+        VECTORS % "train: {batch_size: 1}, strategy: {name: FedTAN, min_batch: 1}",
+        VECTORS % "data: {examples: 3}",  # one of the clients has two examples
+        "train: {batch_size: 1}",  # of images
+        "{model: {norm: gn}, train: {batch_size: 1}}",
+    ],
+)
+def test_other_batches_of_one_example_are_not_refused(text: str) -> None:
+    (parts,) = prepare(read_experiment(parse_yaml(text)))
+    assert all(float(value.min()) == 0 for key, value in parts.model.state_dict().items() if key.endswith("_mean"))
 
 
 class Counting(nn.Sequential):
@@ -247,6 +277,16 @@ def test_a_network_is_tried_for_one_seed_and_the_examples_of_all_are_counted() -
     assert passes([0, 1, 2]) == passes([0]) > 0
     (first, second) = prepare(read_experiment(parse_yaml(text % ([0, 1], "dirichlet, alpha: 0.5"))))
     assert [len(part) for part in first.partition] != [len(part) for part in second.partition]
+
+
+def test_batches_of_one_are_accepted_for_all_seeds_if_batch_norm_is_frozen_from_the_start() -> None:
+    text = (
+        "{strategy: {name: FixBN, freeze_round: %s}, rounds: 2, train: {batch_size: 1}, seeds: [0, 1], "
+        "model: {name: mlp}}"
+    )
+    assert len(prepare(read_experiment(parse_yaml(text % 0)))) == 2
+    with pytest.raises(SettingsError, match="cannot compute a variance of one example"):
+        prepare(read_experiment(parse_yaml(text % 1)))
 
 
 # --- Optimiser, loss, schedule and metrics of an experiment, and what is refused before training.
