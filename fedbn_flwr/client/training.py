@@ -134,7 +134,7 @@ class Training:
     records
         The records of arrays that the rules have; the last message of a layer-wise round adds some.
     seed
-        For all random draws, also the ones that make the batches.
+        For all random draws, including the order of the examples.
     """
 
     model: nn.Module

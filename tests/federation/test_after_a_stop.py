@@ -174,7 +174,7 @@ runs: {FedBN: {strategy: {name: FedBN}}}
 def test_a_diverged_run_is_a_result_and_is_not_repeated(
     jobs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit code and the reason are those of the first time."""
+    """With the same exit code and the same reason as the first time."""
     text = EXPERIMENT + "sweep: {train.lr: [1.0e+38, 0.05]}\n"
     words = ["run", text, "rounds=2", "only=FedBN", "--jobs", jobs, "--out", str(tmp_path)]
     assert cli.main(words) == 1
